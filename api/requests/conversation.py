@@ -52,11 +52,12 @@ def with_shown(
             for place, part in enumerate(content):
                 if isinstance(part, dict) and part["type"] == "text":
                     parts.append(part)
-                elif taken is None or (no_audio is not None and isinstance(part, AudioSource)):
+                elif taken is None or (no_audio is not None and _is_audio(part)):
                     # A source knows where the caller wrote it; messages may be split and joined before they come here.
                     known = part.where if isinstance(part, MediaSource) else ""
                     where = known or f"messages[{index}].content[{place}]"
-                    raise _refused(part, where, taken is None and media is not None, blind, no_audio or "")
+                    is_elsewhere = media is not None and (no_audio is None or not _is_audio(part))
+                    raise _refused(part, where, is_elsewhere, blind, no_audio or "")
                 else:
                     parts += next(taken)
             message: Message = {**message, "content": parts}
@@ -64,17 +65,25 @@ def with_shown(
     return shown
 
 
-def _refused(part: Any, where: str, has_media: bool, blind: str, no_audio: str) -> InvalidRequest:
-    is_audio = isinstance(part, AudioSource) or (isinstance(part, dict) and part["type"] == "audio_url")
-    if has_media:
-        media = "audio is" if is_audio else "pictures and videos are"
+def _refused(part: Any, where: str, is_elsewhere: bool, blind: str, no_audio: str) -> InvalidRequest:
+    """Returns the error for a medium.
+
+    Args:
+        is_elsewhere: whether the model supports it, but not in an assistant's message.
+    """
+    if is_elsewhere:
+        media = "audio is" if _is_audio(part) else "pictures and videos are"
         why = f"{media} only allowed in system, developer, user and tool messages"
-    elif is_audio:
+    elif _is_audio(part):
         return no_audio_error(where, no_audio or blind)
     else:
         is_video = isinstance(part, VideoSource) or (isinstance(part, dict) and part["type"] == "video")
         why = f"this model does not support {'video' if is_video else 'images'}{blind and f': {blind}'}"
     return InvalidRequest(f"{where}: {why}", param=where)
+
+
+def _is_audio(part: Any) -> bool:
+    return isinstance(part, AudioSource) or (isinstance(part, dict) and part["type"] == "audio_url")
 
 
 def no_audio_error(where: str, reason: str) -> InvalidRequest:

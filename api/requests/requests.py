@@ -512,6 +512,9 @@ def _render(
         messages, media = _appended(before, messages, media)
     if unseen := kinds_not_taken(pictures) if model.omits_unseen else ():
         messages = without_unseen(messages, request.left_out, unseen)
+    if pictures is not None and pictures.audio is None:
+        # That of a transcript that another model has begun; in the messages a sentence replaces it.
+        media = [medium for medium in media if medium.audio is None]
     pieces = None if pictures is None else [medium.shown(pictures) for medium in media]
     parts = None if pieces is None else iter([[one.part for one in piece] for piece in pieces])
     has_audio = pictures is not None and pictures.audio is not None
