@@ -29,7 +29,7 @@ from .foreign_code import own_code_only, refuse_processor_code
 from .media_layouts import MediaLayout, SpanLayout, Unfit, token_ids
 from .skeletons import Skeleton
 from .source import WEIGHTS, first_sentence
-from .weights import has_picture_encoder, read_weight_file
+from .weights import has_audio_encoder, has_picture_encoder, read_weight_file
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 LAYOUTS_KEPT = 256
@@ -87,6 +87,12 @@ def sees(folder: Path) -> bool:
     return sight(folder)[0]
 
 
+def _has_audio(folder: Path) -> bool:
+    """Returns whether the model in `folder` has an encoder of audio, or may have one: there are no weights."""
+    files = [read_weight_file(path) for path in sorted(folder.glob(WEIGHTS))]
+    return not files or has_audio_encoder(files)
+
+
 def in_words(error: BaseException, folder: Path) -> str:
     """Returns why a processor cannot be loaded, as the end of a sentence."""
     if isinstance(error, ImportError):
@@ -108,14 +114,13 @@ class PictureProcessor:
         stills: why frames are processed as pictures although the processor takes videos, as the end of a sentence; else
             empty.
         audio: the model's processor of audio; None if it takes none.
-        no_audio: why it takes none although the processor has a parameter for audio, as the end of a sentence; else
-            empty.
+        no_audio: why it takes none although the model has an encoder of audio, as the end of a sentence; else empty.
 
     Args:
         processor: as mlx-vlm loads it.
         named: token ids that the model's config names as a picture's.
         skeleton: makes the model without weights.
-        audio_named: token ids that the model's config names as audio's.
+        audio_named: token ids that the model's config names as audio's; None if the model has no encoder of audio.
 
     Raises:
         Unfit: the template writes nothing for a picture, or the prompt has no token for it.
@@ -126,7 +131,7 @@ class PictureProcessor:
         processor: Any,
         named: frozenset[int],
         skeleton: Callable[[], Skeleton],
-        audio_named: frozenset[int] = frozenset(),
+        audio_named: frozenset[int] | None = None,
     ) -> None:
         self._processor = processor
         self._skeleton, self._mark, self._widens = skeleton, 0, False
@@ -174,7 +179,7 @@ class PictureProcessor:
             processor,
             _numbers(config.get(name) for name in _TOKEN_NAMES),
             lru_cache(1)(lambda: Skeleton(folder)),
-            audio_tokens_of(config),
+            audio_tokens_of(config) if _has_audio(folder) else None,
         )
 
     def of_stills(self) -> PictureProcessor:
@@ -365,9 +370,11 @@ class PictureProcessor:
         known = placeholder.strip() and self._tokenizer.decode([token]) in placeholder
         return (placeholder, token) if known and isinstance(token, int) else ("", -1)
 
-    def _read_audio(self, named: frozenset[int]) -> tuple[AudioProcessor | None, str]:
-        if not takes_audio(self._processor):
+    def _read_audio(self, named: frozenset[int] | None) -> tuple[AudioProcessor | None, str]:
+        if named is None:
             return None, ""
+        if not takes_audio(self._processor):
+            return None, "its processor takes none"
         try:
             placeholder = self._placeholder_of("audio")
             return AudioProcessor(self._processor, placeholder, named, self._added, self._edges), ""
