@@ -81,13 +81,13 @@ class PictureShelf:
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._kept: LRUCache[bytes, list[Loaded]] = LRUCache(bytes_max // _CACHE_PART, getsizeof=_bytes)
+        self._kept: LRUCache[bytes, Sequence[Loaded]] = LRUCache(bytes_max // _CACHE_PART, getsizeof=_bytes)
         self._held: WeakValueDictionary[int, Loaded] = WeakValueDictionary()
         self._numbers = itertools.count()
         self._reserved_bytes = 0
         self._given_back = asyncio.Event()
 
-    def find(self, key: bytes) -> list[Loaded] | None:
+    def find(self, key: bytes) -> Sequence[Loaded] | None:
         return self._kept.get(key)
 
     @asynccontextmanager
@@ -120,7 +120,7 @@ class PictureShelf:
         for picture in pictures:
             self._held[next(self._numbers)] = picture
 
-    def keep(self, key: bytes, pictures: list[Loaded]) -> None:
+    def keep(self, key: bytes, pictures: Sequence[Loaded]) -> None:
         """Caches pictures for later requests, if they fit."""
         with suppress(ValueError):
             self._kept[key] = pictures
@@ -199,7 +199,7 @@ class PictureLoader:
         """
         shown = Shown.of(source)
 
-        async def decoded(data: bytes) -> list[Loaded]:
+        async def decoded(data: bytes) -> Sequence[Loaded]:
             pixels = await self._pictures.run(len(data), measure, data, shown, self._limits.pixels_max)
             async with self._shelf.room(3 * pixels):
                 picture = await self._pictures.run(max(pixels, len(data)), decode, data, shown, self._limits.pixels_max)
@@ -221,7 +221,7 @@ class PictureLoader:
             raise InvalidRequest(f"{place} is {quoted(source.form)}; known are {known}", param=place)
         limits = AudioLimits(self._limits.audio_seconds_max, self._limits.timeout_s)
 
-        async def decoded(data: bytes) -> list[Loaded]:
+        async def decoded(data: bytes) -> Sequence[Loaded]:
             # A byte of a file becomes at most some 50 samples: MP3 with 8 kbit/s.
             most = min(int(limits.seconds_max * RATE_MAX), 64 * len(data))
             async with self._shelf.room(4 * (most + int(limits.seconds_max * rate))):
@@ -253,11 +253,11 @@ class PictureLoader:
             shown_max=source.pixels_max,
         )
 
-        async def decoded(data: bytes) -> list[Loaded]:
+        async def decoded(data: bytes) -> Sequence[Loaded]:
             async with self._shelf.room(3 * limits.pixels_max // 2):
                 frames = await self._videos.run(limits.pixels_max, decode_video, data, sampling)
                 self._shelf.hold(frames)
-            return cast(list[Loaded], frames)
+            return frames
 
         return cast(list[Picture], await self._load(source.url, source.where, sampling, decoded, video=True))
 
@@ -275,8 +275,8 @@ class PictureLoader:
         return timed
 
     async def _load(
-        self, url: str, where: str, how: object, decoded: Callable[[bytes], Awaitable[list[Loaded]]], *, video: bool
-    ) -> list[Loaded]:
+        self, url: str, where: str, how: object, decoded: Callable[[bytes], Awaitable[Sequence[Loaded]]], *, video: bool
+    ) -> Sequence[Loaded]:
         """Returns the content decoded by `decoded`, or the cached result of the same content and parameters `how`."""
         try:
             async with self._turns[video, _is_remote(url)]:

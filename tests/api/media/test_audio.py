@@ -307,7 +307,8 @@ async def test_the_list_of_models_says_who_takes_audio(client: httpx.AsyncClient
 async def test_openais_client(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     asked: Any = [{"role": "user", "content": [input_audio(wav(A)), QUESTION]}]
     backend.say("A tone.")
-    async with openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=client) as official:
+    http: Any = client
+    async with openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http) as official:
         answer = await official.chat.completions.create(model="satchel/tiny", messages=asked)
     assert answer.choices[0].message.content == "A tone."
     assert len(sent(backend)[1]) == 1

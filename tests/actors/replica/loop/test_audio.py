@@ -13,6 +13,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from satchel.actors.protocol.media_ids import audio_hash, media_key, media_tokens
 from satchel.actors.protocol.replica_messages import MediaSpan
+from satchel.actors.replica.device.device import as_numpy
 from satchel.actors.replica.execution.audio import as_arrays
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
@@ -63,7 +64,7 @@ def by_mlx_vlm(loaded: LoadedModel, samples: np.ndarray) -> list[int]:
     language, caches, drawn = model.language_model, make_prompt_cache(model.language_model), list[int]()
     logits = language(ids, cache=caches, **{name: value for name, value in made.items() if value is not None}).logits
     for _ in range(DRAWN):
-        drawn.append(int(mx.argmax(logits[0, -1]).item()))
+        drawn.append(int(np.argmax(as_numpy(logits[0, -1].astype(mx.float32)))))
         logits = language(mx.array([drawn[-1:]]), cache=caches).logits
     loaded.vision.forget()
     return drawn

@@ -52,8 +52,9 @@ async def client(backend: FakeBackend, config: Config) -> AsyncIterator[httpx.As
 
 @pytest.fixture
 async def official(client: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
+    http: Any = client
     async with openai.AsyncOpenAI(
-        base_url="http://localhost/v1", api_key="none", http_client=client, max_retries=0
+        base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
     ) as official:
         yield official
 
@@ -132,11 +133,12 @@ async def test_what_is_not_supported_is_named(
 
 async def test_forms_without_audio_are_refused(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     path = "/v1/audio/transcriptions"
-    for sent in (
+    forms: list[dict[str, Any]] = [
         {"data": {"model": "satchel/tiny"}, "files": {"other": ("a", b"x")}},
         {"data": {"model": "satchel/tiny"}, "files": [("file", ("a", FILE)), ("file", ("b", FILE))]},
         {"files": {"file": ("a.wav", b"hello")}},
-    ):
+    ]
+    for sent in forms:
         answer = await client.post(path, **sent)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "file", answer.text
     answer = await client.post(path, json={"model": "satchel/tiny"})
