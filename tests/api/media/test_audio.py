@@ -20,10 +20,12 @@ from satchel.api.media.audio import AudioLimits, decode_audio, format_of
 from satchel.api.media.pixels import Undecodable
 from satchel.api.media.prompt import Medium, referred, with_references
 from satchel.api.media.sources import Audio
+from satchel.api.requests.requests import ChatRequest, Past, prepare_chat
 from satchel.api.requests.unsupported_media import WORDS
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.cluster.config import Config, Media
 from tests.worlds.api.fake_backend import FakeBackend
+from tests.worlds.api.remembering import Remembering
 from tests.worlds.api.served_models import served_model
 from tests.worlds.models.vision_families import write_model
 from tests.worlds.pictures import red_circle
@@ -296,6 +298,33 @@ def test_a_transcript_names_audio_by_its_hash() -> None:
     assert known is not None and known.audio is not None
     assert (known.audio.hash, known.audio.rate, known.audio.count) == (audio.hash, 16_000, A.size)
     assert known.audio.samples == b""
+
+
+async def test_an_agents_transcript_names_its_audio(backend: FakeBackend, config: Config) -> None:
+    endpoint = Remembering(backend, config)
+    async with endpoint.client as client:
+        await endpoint.go_on({"role": "user", "content": [input_audio(wav(A)), QUESTION]})
+        part = (await endpoint.transcript())[0]["content"][0]
+        assert part["type"] == "audio_url" and part["audio_url"]["url"].endswith(f"/{A.size}@16000")
+        assert "data" not in str(part)
+        first = media_tokens_in(sent(backend)[0])
+        answer = await ask(client, {"type": "text", "text": "Sure?"}, agent_id="ann", agent_continue=True)
+        assert answer.status_code == 200, answer.text
+        prompt, (media,) = sent(backend)
+        assert media_tokens_in(prompt) == first and media.pixels == [] and media.audio_rate == 16_000
+
+
+def test_a_transcript_with_audio_goes_on_with_a_model_that_takes_none(
+    backend: FakeBackend, text_model: TextModel
+) -> None:
+    audio = {"type": "audio_url", "audio_url": {"url": f"audio:{'0' * 64}/16000@16000"}}
+    picture = {"type": "image_url", "image_url": {"url": f"picture:{'0' * 64}/80x60"}}
+    before: Any = [{"role": "user", "content": [audio, picture]}, {"role": "assistant", "content": "A tone."}]
+    request = ChatRequest(agent="a", agent_continue=True, messages=[{"role": "user", "content": "And now?"}])
+    failed = next(model for model in backend.served if model.info.name == "failed")
+    chat = prepare_chat(text_model, failed, request, Past(before))
+    assert WORDS["audio"] in chat.text and request.left_out.names == ["audio"]
+    assert [one.audio_rate for one in chat.media] == [0]
 
 
 async def test_the_list_of_models_says_who_takes_audio(client: httpx.AsyncClient) -> None:
