@@ -40,7 +40,7 @@ from ..scheduling.sequence import ScheduledSequence
 
 logger = logging.getLogger(__name__)
 
-LOST = "a picture of this conversation is not in memory any more: send it again"
+LOST = "a picture or audio of this conversation is not in memory any more: send it again"
 SLOWER_WEIGHT = 0.3
 """Weight of a slower measurement in the smoothed encoding time. It is low, because the first picture of a shape is
 slow: kernels are compiled for it."""
