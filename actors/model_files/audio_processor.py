@@ -17,6 +17,7 @@ import numpy as np
 from cachetools import LRUCache
 from PIL import Image
 
+from ..patches import pad_with_end
 from .media_layouts import MediaLayout, SpanLayout, Unfit, token_ids
 
 RATE = 16_000
@@ -64,9 +65,7 @@ class AudioProcessor:
         self._lock = Lock()
         if not placeholder.strip():
             raise Unfit("its chat template has no place for audio")
-        if self._tokenizer.pad_token is None:
-            # As mlx-vlm does: processors pad, also if there is nothing to pad.
-            self._tokenizer.pad_token = self._tokenizer.eos_token
+        pad_with_end(self._tokenizer)
         self.rate = _rate_of(processor)
         tried = token_ids(self.read(self.placeholder, [np.zeros(round(TRIED_S * self.rate), np.float32)]))
         self.token = self._find_token(tried, named)

@@ -8,6 +8,7 @@ So a prompt may be computed in any chunks and batches, and a picture is encoded 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
