@@ -381,12 +381,12 @@ class PictureQueue:
         every = [of.request.media[at].pixels for of, at in pictures]
         if (audio := vision.audio) is not None and media.audio_rate:
 
-            def listen() -> _Made:
+            def encode_audio() -> _Made:
                 started = time.perf_counter()
                 inputs = audio.encode(span, np.frombuffer(media.pixels[0], "<f4"))
                 return [ImageEmbeddings(inputs)], time.perf_counter() - started
 
-            return listen
+            return encode_audio
 
         def encode() -> _Made:
             started = time.perf_counter()
