@@ -29,6 +29,7 @@ from .pipeline.embedding import Embedder
 from .pipeline.generation import Generator
 from .protocols.anthropic.routes import MessageRoutes
 from .protocols.ollama.routes import OllamaRoutes
+from .protocols.openai.audio_routes import AudioRoutes
 from .protocols.openai.embedding_routes import EmbeddingRoutes
 from .protocols.openai.routes import OpenAIRoutes
 from .protocols.openai.token_routes import TokenRoutes
@@ -101,6 +102,7 @@ def create_app(
         openai,
         TokenRoutes(answering),
         embeddings,
+        AudioRoutes(answering),
         MessageRoutes(answering),
         responses,
         ConversationRoutes(answering),

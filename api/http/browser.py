@@ -26,8 +26,8 @@ _JSON = re.compile(r"application/([a-z0-9.-]+\+)?json *(;.*)?", re.ASCII)
 _OF_BROWSERS = ("origin", "sec-fetch-site", "sec-fetch-mode", "referer", "cookie")
 _OTHER_SITES = ("cross-site", "same-site")
 _SATCHEL = re.compile(r"/satchel/?$")
-FILES = "/v1/files"
-"""The path that takes a form with a file."""
+FORMS = ("/v1/files", "/v1/audio/transcriptions", "/v1/audio/translations")
+"""The paths that take a form with files."""
 _METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE")
 
 
@@ -112,7 +112,7 @@ class BrowserGuard:
         # Satchels are plain bytes, for which a browser sends a preflight; unknown methods have no route.
         if (kind == "application/octet-stream" and _SATCHEL.search(scope["path"])) or method not in _METHODS:
             return None
-        if kind.startswith("multipart/form-data") and scope["path"] == FILES and ("origin" in headers or not browsed):
+        if kind.startswith("multipart/form-data") and scope["path"] in FORMS and ("origin" in headers or not browsed):
             # The origin was checked above.
             return None
         if has_body and not _JSON.fullmatch(kind) and (kind or browsed):

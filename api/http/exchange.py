@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from types import TracebackType
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -52,6 +53,8 @@ STALL_S = 60.0
 BODY_GRACE_S = 10.0
 BODY_RATE = 16 * 2**10
 """The least bytes per second: less than a poor mobile connection has."""
+
+T = TypeVar("T")
 
 Refused = Callable[[str], None]
 """Called with the reason if a request is refused for lack of capacity."""
@@ -266,6 +269,19 @@ class BodyReader:
         ):
             body, request.state.ignored = await asyncio.to_thread(parse, data)
             return body
+
+    async def read_with(self, request: Request, parse: Callable[[bytearray], T]) -> T:
+        """Returns what `parse` makes of the whole body, in a worker thread. Large ones are parsed one at a time.
+
+        Raises:
+            UnsupportedMediaType: it has a content encoding.
+            RequestTooLarge, Unavailable, SlowBody, ClientDisconnect: as `_reading`.
+            SatchelError: as `parse`.
+        """
+        if codings_of(request):
+            raise UnsupportedMediaType("this route does not support content encodings")
+        async with self._reading(request) as data, self._large if len(data) > _LARGE_BYTES else nullcontext():
+            return await asyncio.to_thread(parse, data)
 
     async def save(self, request: Request, take: Callable[[bytes], Awaitable[object]]) -> None:
         """Passes a body to `take` piece by piece, without holding it in memory. While `take` waits, nothing more is

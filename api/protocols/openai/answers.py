@@ -313,7 +313,7 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
     divided model are on which node, and is empty for other models.
     """
     info = model.info
-    seen = ["image", "video"] if info.pictures else []
+    seen = [*(["image", "video"] if info.pictures else []), *(["audio"] if info.audio else [])]
     return {
         "id": info.name,
         "object": "model",
