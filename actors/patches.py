@@ -235,6 +235,18 @@ def collectives_by(distributed: Any, kind: type[Any]) -> None:
             setattr(distributed, name, _Collective(name, plain, kind))
 
 
+def pad_with_end(tokenizer: Any) -> None:
+    """Lets a tokenizer of transformers that has no token for padding pad with its end of sequence.
+
+    Changes: `pad_token` of a processor's tokenizer, as mlx-vlm does before it calls a processor.
+    Why: processors of audio pad, also if there is nothing to pad, and fail without such a token.
+    Fits: transformers 5.23.0, mlx-vlm 0.7.10.
+    Noticed by: tests/actors/test_patches.py::test_a_tokenizer_without_padding_pads_with_its_end
+    """
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
 def inner_tokenizer(wrapper: Any) -> Any:
     """Returns the tokenizer of transformers in mlx-lm's wrapper.
 

@@ -30,6 +30,7 @@ from .pipeline.generation import Generator
 from .pipeline.images import ImageMaker
 from .protocols.anthropic.routes import MessageRoutes
 from .protocols.ollama.routes import OllamaRoutes
+from .protocols.openai.audio_routes import AudioRoutes
 from .protocols.openai.embedding_routes import EmbeddingRoutes
 from .protocols.openai.image_routes import ImageRoutes
 from .protocols.openai.routes import OpenAIRoutes
@@ -104,6 +105,7 @@ def create_app(
         TokenRoutes(answering),
         embeddings,
         ImageRoutes(answering, ImageMaker(generator), config.endpoint),
+        AudioRoutes(answering),
         MessageRoutes(answering),
         responses,
         ConversationRoutes(answering),

@@ -175,10 +175,10 @@ class Model:
     schema_in_prompt: Literal["auto", "never"] = "auto"
     """Whether the JSON schema that constrains an answer is appended to the newest message, unless the prompt has it."""
     unseen_media: Literal["omit", "refuse"] = "omit"
-    """What happens to pictures and videos that the model cannot see. `omit` leaves them out of tool results and of
-    earlier messages, so that a conversation can continue: a sentence in their place tells the model, and the header
-    `x-satchel-left-out` the client. In the user's newest message they are an error. With `refuse` they are an error
-    everywhere."""
+    """What happens to pictures, videos and audio that the model does not take. `omit` leaves them out of tool results
+    and of earlier messages, so that a conversation can continue: a sentence in their place tells the model, and the
+    header `x-satchel-left-out` the client. In the user's newest message they are an error. With `refuse` they are an
+    error everywhere."""
     trust_remote_code: bool = False
     """Whether Python code in the model's folder may run, in its replicas and in the endpoint. A Hub id must name the
     reviewed commit: `owner/name@` and 40 hexadecimal digits."""
@@ -299,14 +299,14 @@ def _checked_host(value: str) -> str:
 
 @validated(frozen=True, config=STRICT)
 class Media:
-    """Pictures and videos in messages: allowed sources and limits."""
+    """Pictures, videos and audio in messages: allowed sources and limits."""
 
     allowed_hosts: tuple[Annotated[str, AfterValidator(_checked_host)], ...] = ()
     """Hosts with private addresses from which pictures may be fetched: names, addresses, networks (10.0.0.0/8)."""
     file_roots: tuple[AbsolutePath, ...] = ()
     """Folders whose files a message may name; empty means none."""
     source_bytes_max: Bytes = 32 * 2**20
-    """The largest picture or video, as sent."""
+    """The largest picture, video or audio, as sent."""
     timeout_s: Seconds = 15.0
     """The time to fetch one picture or video, and again to decode a video."""
     redirects_max: Annotated[int, Field(ge=0, le=20)] = 3
@@ -315,11 +315,13 @@ class Media:
     """The most pixels of one picture, of all frames of a video together, and of everything that is decoded at the same
     time."""
     pictures_max: Count = 64
-    """The most pictures in one request; a video counts as one."""
+    """The most pictures in one request; a video and a piece of audio count as one."""
     frames_max: Count = 32
     """The most frames of one video, and never more than `pixels_max` / 8192; a longer video is sampled evenly."""
+    audio_seconds_max: Seconds = 600.0
+    """The longest audio. A model's processor may take less."""
     held_bytes_max: Bytes = 2**30
-    """Decoded pictures of all requests, 3 bytes a pixel."""
+    """Decoded pictures and audio of all requests, 3 bytes a pixel and 4 bytes a sample."""
 
 
 @validated(frozen=True, config=STRICT)

@@ -23,11 +23,13 @@ import numpy as np
 from cachetools import LRUCache
 from PIL import Image
 
-from ..protocol.media_ids import is_of_video
+from ..protocol.media_ids import is_of_audio, is_of_video
+from .audio_processor import AudioProcessor, audio_tokens_of, takes_audio
 from .foreign_code import own_code_only, refuse_processor_code
+from .media_layouts import MediaLayout, SpanLayout, Unfit, token_ids
 from .skeletons import Skeleton
 from .source import WEIGHTS, first_sentence
-from .weights import has_picture_encoder, read_weight_file
+from .weights import has_audio_encoder, has_picture_encoder, read_weight_file
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 LAYOUTS_KEPT = 256
@@ -42,29 +44,6 @@ _TOKEN_NAMES = ("image_token_index", "image_token_id")
 _ROLES = ("bos_token_id", "eos_token_id")
 _PIXELS = "pixel_values"
 _PIXELS_MAX = 10**12
-
-
-@dataclass(frozen=True)
-class SpanLayout:
-    """A *span* of a prompt: the tokens of a picture, or of some frames of a video.
-
-    Attributes:
-        tokens: its ids, from the first added token to the last one, so that they do not depend on what surrounds it.
-        places: the indices of those that the encoder's output replaces.
-        grid: (frames, rows, columns) of patches if positions depend on it, else empty.
-    """
-
-    tokens: tuple[int, ...]
-    places: frozenset[int]
-    grid: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class PictureLayout:
-    """The replacement of a picture's placeholder: a text with one span."""
-
-    text: str
-    span: SpanLayout
 
 
 @dataclass(frozen=True)
@@ -108,6 +87,12 @@ def sees(folder: Path) -> bool:
     return sight(folder)[0]
 
 
+def _has_audio(folder: Path) -> bool:
+    """Returns whether the model in `folder` has an encoder of audio, or may have one: there are no weights."""
+    files = [read_weight_file(path) for path in sorted(folder.glob(WEIGHTS))]
+    return not files or has_audio_encoder(files)
+
+
 def in_words(error: BaseException, folder: Path) -> str:
     """Returns why a processor cannot be loaded, as the end of a sentence."""
     if isinstance(error, ImportError):
@@ -119,10 +104,6 @@ def in_words(error: BaseException, folder: Path) -> str:
     return f"its processor cannot be loaded ({first_sentence(error)})"
 
 
-class Unfit(ValueError):
-    """A processor that loads, but whose pictures have no place in a prompt; the message is the end of a sentence."""
-
-
 class PictureProcessor:
     """A model's processor, and how its chat template and prompts represent a picture. Thread-safe.
 
@@ -132,17 +113,26 @@ class PictureProcessor:
         video_placeholder, video_token: the same for a video; "" and -1 if its frames are processed as pictures.
         stills: why frames are processed as pictures although the processor takes videos, as the end of a sentence; else
             empty.
+        audio: the model's processor of audio; None if it takes none.
+        no_audio: why it takes none although the model has an encoder of audio, as the end of a sentence; else empty.
 
     Args:
         processor: as mlx-vlm loads it.
         named: token ids that the model's config names as a picture's.
         skeleton: makes the model without weights.
+        audio_named: token ids that the model's config names as audio's; None if the model has no encoder of audio.
 
     Raises:
         Unfit: the template writes nothing for a picture, or the prompt has no token for it.
     """
 
-    def __init__(self, processor: Any, named: frozenset[int], skeleton: Callable[[], Skeleton]) -> None:
+    def __init__(
+        self,
+        processor: Any,
+        named: frozenset[int],
+        skeleton: Callable[[], Skeleton],
+        audio_named: frozenset[int] | None = None,
+    ) -> None:
         self._processor = processor
         self._skeleton, self._mark, self._widens = skeleton, 0, False
         self._widths: dict[tuple[int, int], int] = {}
@@ -162,6 +152,7 @@ class PictureProcessor:
         takes_videos = getattr(processor, "video_processor", None) is not None
         self.stills = NO_PLACE_FOR_VIDEOS if takes_videos and not self.video_placeholder else ""
         self._group_processor = self._any_size(processor)
+        self.audio, self.no_audio = self._read_audio(audio_named)
 
     @classmethod
     def load(cls, folder: Path, *, trusted: bool = False) -> PictureProcessor:
@@ -185,7 +176,10 @@ class PictureProcessor:
         if own is not None:
             processor.image_processor = own
         return cls(
-            processor, _numbers(config.get(name) for name in _TOKEN_NAMES), lru_cache(1)(lambda: Skeleton(folder))
+            processor,
+            _numbers(config.get(name) for name in _TOKEN_NAMES),
+            lru_cache(1)(lambda: Skeleton(folder)),
+            audio_tokens_of(config) if _has_audio(folder) else None,
         )
 
     def of_stills(self) -> PictureProcessor:
@@ -194,11 +188,34 @@ class PictureProcessor:
         other.video_placeholder = ""
         return other
 
+    def without_audio(self) -> PictureProcessor:
+        """Returns this processor for a model that gets no audio."""
+        other = copy.copy(self)
+        other.audio = None
+        return other
+
+    @property
+    def placeholders(self) -> tuple[str, ...]:
+        """What the template writes for a picture, a video and audio, as far as the model takes them."""
+        return (self.placeholder, self.video_placeholder, *(() if self.audio is None else (self.audio.placeholder,)))
+
+    @property
+    def seen_tokens(self) -> frozenset[int]:
+        """The model's tokens that stand for pictures and videos."""
+        return frozenset((self.token, self.video_token)) - {-1}
+
+    @property
+    def tokens_of_media(self) -> frozenset[int]:
+        """The model's tokens that stand for pictures, videos and audio."""
+        return self.seen_tokens if self.audio is None else self.seen_tokens | {self.audio.token}
+
     def token_of(self, media_token: int) -> int:
         """Returns the model's token in the place of a media token id."""
+        if self.audio is not None and is_of_audio(media_token):
+            return self.audio.token
         return self.video_token if is_of_video(media_token) else self.token
 
-    def layout(self, width: int, height: int) -> PictureLayout:
+    def layout(self, width: int, height: int) -> MediaLayout:
         """Returns the layout of a picture of this size. A new size takes milliseconds, or a second for 50 million
         pixels: a blank picture is processed."""
         return self._kept((width, height), lambda: self._layout(width, height))
@@ -213,7 +230,7 @@ class PictureProcessor:
         dtypes are the processor's."""
         if not video:
             made = self._alone(frames[0])
-            ids = _ids(made)
+            ids = token_ids(made)
             first, end = self._bounds(ids)
             made = {
                 name: np.array(value)[:, first:end] if _of_tokens(value, ids) else value for name, value in made.items()
@@ -236,7 +253,7 @@ class PictureProcessor:
         """
         made = self._made(text, pictures, videos)
         if self._mark:
-            made["input_ids"] = np.array([self._with_tokens(_ids(made), pictures)])
+            made["input_ids"] = np.array([self._with_tokens(token_ids(made), pictures)])
         return made
 
     def _made(self, text: str, pictures: Sequence[Image.Image], videos: Sequence[Video] = ()) -> dict[str, Any]:
@@ -267,7 +284,7 @@ class PictureProcessor:
         if (known := self._widths.get((width, height))) is None:
             made = self._made(self.placeholder, [Image.new("RGB", (width, height))])
             given = {name: value for name, value in made.items() if name not in _NOT_FOR_THE_MODEL}
-            known = self._skeleton().embeddings(_ids(made), given) - len(_ids(made)) + 1
+            known = self._skeleton().embeddings(token_ids(made), given) - len(token_ids(made)) + 1
             self._widths[width, height] = known
         return known
 
@@ -302,7 +319,7 @@ class PictureProcessor:
 
     def _read_token(self, named: frozenset[int]) -> int:
         made = self._made(self.placeholder, [Image.new("RGB", _TRIED)])
-        if marks := [number for number in _ids(made) if number < 0]:
+        if marks := [number for number in token_ids(made) if number < 0]:
             self._mark, self._widens = marks[0], len(marks) == 1
             return self._unused()
         of_processor = _numbers(
@@ -310,10 +327,10 @@ class PictureProcessor:
         )
         # Models read these from their configs.
         for candidates in (named, of_processor):
-            if len(present := candidates.intersection(_ids(made))) == 1:
+            if len(present := candidates.intersection(token_ids(made))) == 1:
                 return min(present)
-        (token, most), (_, next_most), *_ = [*Counter(_ids(made)).most_common(), (0, 0)]
-        if token in self._added and most > max(next_most, len(_ids(made)) // 2):
+        (token, most), (_, next_most), *_ = [*Counter(token_ids(made)).most_common(), (0, 0)]
+        if token in self._added and most > max(next_most, len(token_ids(made)) // 2):
             return token
         raise Unfit("neither its config nor its processor says which token stands for a picture")
 
@@ -333,13 +350,13 @@ class PictureProcessor:
     def _wanted_behind(self) -> str:
         """Returns the text that must follow a placeholder: some processors drop a text's last token."""
         picture, mark = Image.new("RGB", _TRIED), self.placeholder
-        counts = [_ids(self.read(text, [picture])).count(self.token) for text in (mark, f"{mark}\n")]
+        counts = [token_ids(self.read(text, [picture])).count(self.token) for text in (mark, f"{mark}\n")]
         return "" if counts[0] == counts[1] else "\n"
 
     def _written_around(self) -> frozenset[int]:
         """Returns the tokens that the processor writes around every text."""
         picture = Image.new("RGB", _TRIED)
-        alone, inside = _ids(self._alone(picture)), _ids(self.read(f"a{self.placeholder}a", [picture]))
+        alone, inside = token_ids(self._alone(picture)), token_ids(self.read(f"a{self.placeholder}a", [picture]))
         edges: set[int] = set()
         for one, other in ((alone, inside), (reversed(alone), reversed(inside))):
             pairs = zip(one, other, strict=False)
@@ -353,6 +370,20 @@ class PictureProcessor:
         known = placeholder.strip() and self._tokenizer.decode([token]) in placeholder
         return (placeholder, token) if known and isinstance(token, int) else ("", -1)
 
+    def _read_audio(self, named: frozenset[int] | None) -> tuple[AudioProcessor | None, str]:
+        if named is None:
+            return None, ""
+        if not takes_audio(self._processor):
+            return None, "its processor takes none"
+        try:
+            placeholder = self._placeholder_of("audio")
+            return AudioProcessor(self._processor, placeholder, named, self._added, self._edges), ""
+        except Unfit as error:
+            return None, str(error)
+        except Exception as error:
+            # Libraries raise anything if a folder lacks the settings of a feature extractor.
+            return None, f"its processor cannot read audio ({first_sentence(error)})"
+
     @staticmethod
     def _any_size(processor: Any) -> Any:
         """Returns a copy of the processor that does not resize frames, for those that have been resized."""
@@ -362,13 +393,13 @@ class PictureProcessor:
             other.video_processor.min_pixels, other.video_processor.max_pixels = 1, _PIXELS_MAX
         return other
 
-    def _layout(self, width: int, height: int) -> PictureLayout:
+    def _layout(self, width: int, height: int) -> MediaLayout:
         made = self._alone(Image.new("RGB", (width, height)))
-        ids = _ids(made)
+        ids = token_ids(made)
         first, end = self._bounds(ids)
         grid = made.get("image_grid_thw")
         grid = () if grid is None else tuple(np.array(grid).reshape(-1).tolist())
-        return PictureLayout(self._text(ids), self._span(ids[first:end], self.token, grid))
+        return MediaLayout(self._text(ids), self._span(ids[first:end], self.token, grid))
 
     def _bounds(self, ids: list[int]) -> tuple[int, int]:
         """Returns where the span of a picture alone begins and ends."""
@@ -378,7 +409,7 @@ class PictureProcessor:
     def _video_layout(self, width: int, height: int, seconds: tuple[float, ...]) -> VideoLayout:
         blank = np.zeros((len(seconds), height, width, 3), np.uint8)
         made = dict(self._processor(text=[self.video_placeholder], **_of_videos([Video(blank, seconds)])))
-        ids, grid, own = _ids(made), _video_grid(made), self._processor.video_processor
+        ids, grid, own = token_ids(made), _video_grid(made), self._processor.video_processor
         spans = self._video_spans(ids)
         width, height = grid[2] * own.patch_size, grid[1] * own.patch_size
         if len(spans) == 1 and grid[0] > 1:
@@ -403,7 +434,7 @@ class PictureProcessor:
         """
         group = np.zeros((getattr(processor, "temporal_patch_size", 1), height, width, 3), np.uint8)
         made = dict(self._group_processor(text=[self.video_placeholder], videos=[group]))
-        length, of_video = _ids(made).count(self.video_token), span.count(self.video_token)
+        length, of_video = token_ids(made).count(self.video_token), span.count(self.video_token)
         if _video_grid(made) != [1, *grid[1:]] or length * grid[0] != of_video:
             return [span]
         return [[self.video_token] * length] * grid[0]
@@ -453,10 +484,6 @@ def _video_grid(made: dict[str, Any]) -> list[int]:
 
 def _numbers(values: Iterable[Any]) -> frozenset[int]:
     return frozenset(value for value in values if isinstance(value, int))
-
-
-def _ids(made: dict[str, Any]) -> list[int]:
-    return np.array(made["input_ids"]).reshape(-1).tolist()
 
 
 def _of_tokens(value: Any, ids: list[int]) -> bool:

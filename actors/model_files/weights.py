@@ -21,6 +21,7 @@ _HEADER_BYTES_MAX = 100 * 2**20
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _OF_PICTURES = re.compile(r"(^|[._])(vision|visual|image|img|vit|vpm|patch|moon)")
 """Parts of the names of tensors in picture encoders and projectors."""
+_OF_AUDIO = re.compile(r"(^|[._])(audio|sound|speech|apm)")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,11 @@ def has_picture_encoder(files: Iterable[WeightFile]) -> bool:
     """Returns whether some of the tensors are of an encoder of pictures. A conversion of a vision model's language part
     has none, whatever its config says."""
     return any(_OF_PICTURES.search(name) for file in files for name in file.tensors)
+
+
+def has_audio_encoder(files: Iterable[WeightFile]) -> bool:
+    """Returns whether some of the tensors are of an encoder of audio. Families have models with one and without."""
+    return any(_OF_AUDIO.search(name) for file in files for name in file.tensors)
 
 
 def bytes_in_memory(files: Iterable[WeightFile], float_bytes: int | None) -> int:

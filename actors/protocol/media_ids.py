@@ -1,4 +1,4 @@
-"""Ids of pictures: a picture's hash, its key, and the ids in place of its tokens. Pure.
+"""Ids of pictures and audio: a medium's hash, its key, and the ids in place of its tokens. Pure.
 
 All pictures of one size have the same tokens in a prompt. So wherever tokens are compared (block ids, tails, an agent's
 memory) each token of a picture is replaced by a *media token id*: 29 bits of the picture's key, above all token ids of
@@ -6,7 +6,7 @@ a model. Two prompts are equal if these ids are, and no other code needs to know
 its own tokens (`processors.token_of`).
 
 A picture's *image embeddings*, the output of its encoder, are named by its first media token ids. So the token ids of a
-prompt are enough to find them.
+prompt are enough to find them. All this is the same for audio: its *audio embeddings* are the output of its encoder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ _OF_VIDEO = 1 << 30
 _FIRST = 1 << 29
 """Marks the first id of each picture: one picture may directly follow another."""
 
+_OF_AUDIO = 1 << 28
+"""Marks audio, together with `_OF_VIDEO`. In ids of pictures this bit is one of the key's."""
+
 _BITS = _FIRST - 1
+_BITS_OF_TIMED = _OF_AUDIO - 1
 
 NAME_TOKENS = 8
 """This many of a picture's media token ids, or all if it has fewer, name its image embeddings."""
@@ -48,6 +52,16 @@ def picture_hash(width: int, height: int, pixels: bytes) -> bytes:
     return digest(b"satchel.picture.1", width.to_bytes(4, "big"), height.to_bytes(4, "big"), pixels)
 
 
+def audio_hash(rate: int, samples: bytes) -> bytes:
+    """Returns 32 bytes that name audio, however it was sent or compressed without loss.
+
+    Args:
+        rate: samples a second.
+        samples: one channel, float32 little-endian.
+    """
+    return digest(b"satchel.audio.1", rate.to_bytes(4, "big"), samples)
+
+
 def media_key(pictures: Sequence[bytes], processing: bytes = b"") -> bytes:
     """Returns 32 bytes that name an encoder's input.
 
@@ -58,10 +72,12 @@ def media_key(pictures: Sequence[bytes], processing: bytes = b"") -> bytes:
     return digest(b"satchel.media.1", processing, *pictures)
 
 
-def media_tokens(key: bytes, count: int, *, video: bool = False) -> list[int]:
-    """Returns the `count` media token ids of the picture, or of the frames of a `video`, with this key."""
-    kind = FIRST_MEDIA_TOKEN | (_OF_VIDEO if video else 0)
-    ids = [kind | (token & _BITS) for token in struct.unpack(f"<{count}I", hashlib.shake_256(key).digest(4 * count))]
+def media_tokens(key: bytes, count: int, *, video: bool = False, audio: bool = False) -> list[int]:
+    """Returns the `count` media token ids of the picture, of the frames of a `video`, or of the `audio`, with this
+    key."""
+    kind = FIRST_MEDIA_TOKEN | (_OF_VIDEO if video or audio else 0) | (_OF_AUDIO if audio else 0)
+    bits = _BITS_OF_TIMED if video or audio else _BITS
+    ids = [kind | (token & bits) for token in struct.unpack(f"<{count}I", hashlib.shake_256(key).digest(4 * count))]
     return [ids[0] | _FIRST, *ids[1:]] if ids else []
 
 
@@ -70,7 +86,11 @@ def is_media_token(token: int) -> bool:
 
 
 def is_of_video(token: int) -> bool:
-    return bool(token & _OF_VIDEO)
+    return token & (_OF_VIDEO | _OF_AUDIO) == _OF_VIDEO
+
+
+def is_of_audio(token: int) -> bool:
+    return token & (_OF_VIDEO | _OF_AUDIO) == _OF_VIDEO | _OF_AUDIO
 
 
 def media_tokens_in(tokens: Iterable[int]) -> list[int]:

@@ -86,12 +86,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """A picture in a prompt, or some frames of a video that are encoded together.
+    """A picture in a prompt, some frames of a video that are encoded together, or audio.
 
     Its span begins at the prompt's token `start`; `tokens` are the ids that the model gets there, where the prompt has
     media token ids (`media_ids`). `key` names the encoder's input. `grid` is (frames, rows, columns) of patches if
     positions depend on it, else empty. `pixels` are RGB, a byte a channel, of `width` x `height`, frame by frame; empty
-    if no process holds them.
+    if no process holds them. If `audio_rate` is not 0, the medium is audio of so many samples a second: `pixels` has
+    one element, its samples of one channel in float32, little-endian, and `width` and `height` are 0.
     """
 
     start: int
@@ -102,6 +103,7 @@ class MediaSpan:
     height: int
     pixels: list[bytes]
     video: bool = False
+    audio_rate: int = 0
 
 
 def request_of(sequence_id: str) -> str:
@@ -273,6 +275,7 @@ class ModelInfo:
     alone, each a table by name. `layers` describes for people what each kind of layer caches. `created` is Unix time.
     `kv` is the policy for cached KV, and `kv_why` the reason. `pictures` says whether it takes pictures and videos,
     `blind` why a vision model does not take them, and `stills` why it takes a video's frames as single pictures.
+    `audio` says whether it takes audio, and `no_audio` why a model with an encoder of audio does not.
     `notes` say in sentences what is not served as requested. `proving` says what the self-test still checks while the
     model is served in plain mode, and `proving_since` is when that began, Unix time; "" and 0 if nothing is checked.
     `stages` are those of a divided model; then `layers` describes the last one's. `joins` is how many layers the whole
@@ -304,6 +307,8 @@ class ModelInfo:
     pictures: bool = False
     blind: str = ""
     stills: str = ""
+    audio: bool = False
+    no_audio: str = ""
     embedding: EmbeddingInfo = field(default_factory=EmbeddingInfo)
     notes: list[str] = field(default_factory=list)
     proving: str = ""

@@ -26,7 +26,13 @@ _JSON = re.compile(r"application/([a-z0-9.-]+\+)?json *(;.*)?", re.ASCII)
 _OF_BROWSERS = ("origin", "sec-fetch-site", "sec-fetch-mode", "referer", "cookie")
 _OTHER_SITES = ("cross-site", "same-site")
 _SATCHEL = re.compile(r"/satchel/?$")
-FORMS = ("/v1/files", "/v1/images/edits", "/v1/images/variations")
+FORMS = (
+    "/v1/files",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/images/edits",
+    "/v1/images/variations",
+)
 """The paths that take a form with files."""
 _METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE")
 

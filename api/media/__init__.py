@@ -1,1 +1,1 @@
-"""Pictures and videos: fetched, decoded, and put into prompts."""
+"""Pictures, videos and audio: fetched, decoded, and put into prompts."""

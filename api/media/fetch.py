@@ -1,4 +1,4 @@
-"""Loads the pictures and videos of messages, from callers' URLs to the pixels that models are shown.
+"""Loads the pictures, videos and audio of messages, from callers' URLs to the pixels and samples that models get.
 
 The config's `media` has the limits: sizes, times, how much is decoded at a time, how much is held. If the caller caused
 an error, it is an `InvalidRequest` that names the part of the message.
@@ -14,20 +14,22 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 
 from ...cluster.config import Media
-from ...cluster.errors import InvalidRequest, SatchelError, Unavailable
+from ...cluster.errors import InvalidRequest, SatchelError, Unavailable, quoted
+from .audio import FORMATS, RATE_MAX, AudioLimits, decode_audio
 from .files import Unreadable, data_url, read_file
 from .pixels import Shown, Undecodable, decode, measure
-from .sources import Picture, PictureSource, VideoSource, check_urls
+from .sources import Audio, AudioSource, MediaSource, Picture, PictureSource, VideoSource, check_urls
 from .video import FRAME_PIXELS_MIN, FRAMES_A_SECOND, FrameSampling, decode_video, evenly
 from .web import Fetcher, Unfetchable
 
 T = TypeVar("T")
+Loaded = Picture | Audio
 
 _FETCHES_MAX = 8
 _READS_MAX = 4
@@ -74,17 +76,18 @@ class Workshop:
 
 
 class PictureShelf:
-    """The decoded pictures in memory: held by requests, or cached for later ones and evicted if there is no room."""
+    """The decoded pictures and audio in memory: held by requests, or cached for later ones and evicted if there is no
+    room."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._kept: LRUCache[bytes, list[Picture]] = LRUCache(bytes_max // _CACHE_PART, getsizeof=_bytes)
-        self._held: WeakValueDictionary[int, Picture] = WeakValueDictionary()
+        self._kept: LRUCache[bytes, Sequence[Loaded]] = LRUCache(bytes_max // _CACHE_PART, getsizeof=_bytes)
+        self._held: WeakValueDictionary[int, Loaded] = WeakValueDictionary()
         self._numbers = itertools.count()
         self._reserved_bytes = 0
         self._given_back = asyncio.Event()
 
-    def find(self, key: bytes) -> list[Picture] | None:
+    def find(self, key: bytes) -> Sequence[Loaded] | None:
         return self._kept.get(key)
 
     @asynccontextmanager
@@ -112,27 +115,32 @@ class PictureShelf:
             self._reserved_bytes -= wanted_bytes
             self._given_back.set()
 
-    def hold(self, pictures: Sequence[Picture]) -> None:
+    def hold(self, pictures: Sequence[Loaded]) -> None:
         """Counts pictures as held until they are freed."""
         for picture in pictures:
             self._held[next(self._numbers)] = picture
 
-    def keep(self, key: bytes, pictures: list[Picture]) -> None:
+    def keep(self, key: bytes, pictures: Sequence[Loaded]) -> None:
         """Caches pictures for later requests, if they fit."""
         with suppress(ValueError):
             self._kept[key] = pictures
 
     def _held_bytes(self) -> int:
         # Frames at different times of a video may share their pixels.
-        return sum({id(picture.pixels): len(picture.pixels) for picture in list(self._held.values())}.values())
+        held = map(_content_of, list(self._held.values()))
+        return sum({id(content): len(content) for content in held}.values())
 
 
-def _bytes(pictures: Sequence[Picture]) -> int:
-    return sum(len(picture.pixels) for picture in pictures)
+def _content_of(loaded: Loaded) -> bytes:
+    return loaded.samples if isinstance(loaded, Audio) else loaded.pixels
+
+
+def _bytes(pictures: Sequence[Loaded]) -> int:
+    return sum(len(_content_of(each)) for each in pictures)
 
 
 class PictureLoader:
-    """Loads pictures and videos, for one event loop."""
+    """Loads pictures, videos and audio, for one event loop."""
 
     def __init__(self, limits: Media) -> None:
         self._limits = limits
@@ -149,11 +157,13 @@ class PictureLoader:
         self._shelf = PictureShelf(limits.held_bytes_max)
 
     async def load_all(
-        self, sources: Sequence[PictureSource | VideoSource], spared: Sequence[bool] = ()
-    ) -> list[list[Picture]]:
-        """Loads every source, in order: one picture for a picture, the frames for a video. The first error ends all.
+        self, sources: Sequence[MediaSource], spared: Sequence[bool] = (), *, audio_rate: int = 0
+    ) -> list[list[Loaded]]:
+        """Loads every source, in order: one picture for a picture, the frames for a video, one for audio. The first
+        error ends all.
 
         Args:
+            audio_rate: samples a second of the audio that the model takes; needed if there is audio.
             spared: the sources for which an error that the caller caused is not raised: they give no pictures. Empty
                 for none.
 
@@ -162,16 +172,19 @@ class PictureLoader:
         """
         if len(sources) > self._limits.pictures_max:
             raise InvalidRequest(
-                f"messages: at most {self._limits.pictures_max} pictures go into one request (media.pictures_max)",
+                f"messages: at most {self._limits.pictures_max} pictures, videos and pieces of audio go into one "
+                "request (media.pictures_max)",
                 param="messages",
             )
         spare = spared or [False] * len(sources)
-        return await _together([self._load_either(*each) for each in zip(sources, spare, strict=True)])
+        return await _together([self._load_any(*each, audio_rate) for each in zip(sources, spare, strict=True)])
 
-    async def _load_either(self, source: PictureSource | VideoSource, spared: bool) -> list[Picture]:
+    async def _load_any(self, source: MediaSource, spared: bool, audio_rate: int) -> list[Loaded]:
         try:
             check_urls(source)
-            return await self.load_video(source) if isinstance(source, VideoSource) else [await self.load(source)]
+            if isinstance(source, AudioSource):
+                return [await self.load_audio(source, audio_rate)]
+            return [*await self.load_video(source)] if isinstance(source, VideoSource) else [await self.load(source)]
         except InvalidRequest:
             if spared:
                 return []
@@ -186,10 +199,35 @@ class PictureLoader:
         """
         shown = Shown.of(source)
 
-        async def decoded(data: bytes) -> list[Picture]:
+        async def decoded(data: bytes) -> Sequence[Loaded]:
             return await self._decoded(data, shown)
 
-        return (await self._load(source.url, source.where, shown, decoded, video=False))[0]
+        picture = (await self._load(source.url, source.where, shown, decoded, video=False))[0]
+        assert isinstance(picture, Picture)
+        return picture
+
+    async def load_audio(self, source: AudioSource, rate: int) -> Audio:
+        """Loads audio as `rate` samples a second.
+
+        Raises:
+            InvalidRequest, Unavailable: as `load`.
+        """
+        if source.form and source.form.lower() not in FORMATS:
+            place, known = f"{source.where}.input_audio.format", ", ".join(FORMATS)
+            raise InvalidRequest(f"{place} is {quoted(source.form)}; known are {known}", param=place)
+        limits = AudioLimits(self._limits.audio_seconds_max, self._limits.timeout_s)
+
+        async def decoded(data: bytes) -> Sequence[Loaded]:
+            # A byte of a file becomes at most some 50 samples: MP3 with 8 kbit/s.
+            most = min(int(limits.seconds_max * RATE_MAX), 64 * len(data))
+            async with self._shelf.room(4 * (most + int(limits.seconds_max * rate))):
+                audio = await self._videos.run(most, decode_audio, data, rate, limits)
+                self._shelf.hold([audio])
+            return [audio]
+
+        audio = (await self._load(source.url, source.where, ("audio", rate, limits), decoded, video=True))[0]
+        assert isinstance(audio, Audio)
+        return audio
 
     async def _decoded(self, data: bytes, shown: Shown) -> list[Picture]:
         """Returns the picture in a file. Raises `Undecodable`, or `Unavailable` as `load`."""
@@ -234,13 +272,13 @@ class PictureLoader:
             shown_max=source.pixels_max,
         )
 
-        async def decoded(data: bytes) -> list[Picture]:
+        async def decoded(data: bytes) -> Sequence[Loaded]:
             async with self._shelf.room(3 * limits.pixels_max // 2):
                 frames = await self._videos.run(limits.pixels_max, decode_video, data, sampling)
                 self._shelf.hold(frames)
             return frames
 
-        return await self._load(source.url, source.where, sampling, decoded, video=True)
+        return cast(list[Picture], await self._load(source.url, source.where, sampling, decoded, video=True))
 
     async def _load_frames(self, source: VideoSource, frames_max: int) -> list[Picture]:
         rate = source.fps or FRAMES_A_SECOND
@@ -256,8 +294,8 @@ class PictureLoader:
         return timed
 
     async def _load(
-        self, url: str, where: str, how: object, decoded: Callable[[bytes], Awaitable[list[Picture]]], *, video: bool
-    ) -> list[Picture]:
+        self, url: str, where: str, how: object, decoded: Callable[[bytes], Awaitable[Sequence[Loaded]]], *, video: bool
+    ) -> Sequence[Loaded]:
         """Returns the content decoded by `decoded`, or the cached result of the same content and parameters `how`."""
         try:
             async with self._turns[video, _is_remote(url)]:

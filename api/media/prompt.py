@@ -1,4 +1,5 @@
-"""Pictures in a prompt: from the template's placeholders to the processor's text, and to media token ids.
+"""Pictures, videos and audio in a prompt: from the template's placeholders to the processor's text, and to media token
+ids.
 
 A rendered conversation has the template's placeholder for each picture. The processor's text for a picture of that size
 replaces it and is tokenized with the rest. Then each token that stands for the picture is replaced by bits of the
@@ -17,31 +18,53 @@ from typing import Any
 from cachetools import LRUCache
 from PIL import Image
 
-from ...actors.model_files.processors import PictureProcessor, SpanLayout
+from ...actors.model_files.media_layouts import SpanLayout
+from ...actors.model_files.processors import PictureProcessor
 from ...actors.protocol.media_ids import media_key, media_tokens
 from ...actors.protocol.replica_messages import MediaSpan
 from ...cluster.errors import InvalidRequest
-from .sources import Picture
+from .sources import Audio, Picture
 
 REFERENCE = "picture:"
 """Transcripts name pictures by such URLs. Callers cannot use them, so a hash gives no access to others' pictures."""
+
+AUDIO_REFERENCE = "audio:"
+"""Transcripts name audio by such URLs, in the same way."""
 
 RESIZED_BYTES_MAX = 64 << 20
 
 _REFERENCE = re.compile(rf"{REFERENCE}([0-9a-f]{{64}})/(\d{{1,9}})x(\d{{1,9}})(?:@(\d{{1,9}}\.\d{{1,6}}))?")
 
 
+_AUDIO_REFERENCE = re.compile(rf"{AUDIO_REFERENCE}([0-9a-f]{{64}})/(\d{{1,9}})@(\d{{1,6}})")
+
+
 @dataclass(frozen=True)
 class Medium:
-    """A picture of a message, or the frames of a video."""
+    """A picture of a message, the frames of a video, or audio."""
 
     frames: Sequence[Picture]
     video: bool = False
+    audio: Audio | None = None
+
+    @classmethod
+    def of(cls, loaded: Sequence[Picture | Audio], *, video: bool) -> Medium:
+        """Returns the medium that was loaded from one source."""
+        frames = [each for each in loaded if isinstance(each, Picture)]
+        return cls(frames, video, next((each for each in loaded if isinstance(each, Audio)), None))
 
     @property
     def part(self) -> dict[str, str]:
         """Returns its content part for the chat template."""
+        if self.audio is not None:
+            return {"type": "audio"}
         return {"type": "video" if self.video else "image"}
+
+    def placeholder(self, processor: PictureProcessor) -> str:
+        """Returns what the chat template writes for it; "" if the model does not support it."""
+        if self.audio is not None:
+            return processor.audio.placeholder if processor.audio is not None else ""
+        return processor.video_placeholder if self.video else processor.placeholder
 
     def shown(self, processor: PictureProcessor) -> list[Medium]:
         """Returns what the model is shown: itself, or the frames as single pictures if the model does not support
@@ -53,12 +76,27 @@ class Medium:
 
 @dataclass(frozen=True)
 class Span:
-    """The media of one span of a prompt: a picture, or frames that are encoded together, in `size` (width, height)."""
+    """The media of one span of a prompt: a picture, frames that are encoded together, in `size` (width, height), or
+    audio."""
 
     layout: SpanLayout
     frames: Sequence[Picture]
     size: tuple[int, int]
     video: bool
+    audio: Audio | None = None
+
+    @property
+    def key(self) -> bytes:
+        """Names the encoder's input."""
+        if self.audio is not None:
+            return media_key([self.audio.hash])
+        return media_key([frame.hash for frame in self.frames], b"%dx%d" % self.size if self.video else b"")
+
+    def contents(self) -> list[bytes]:
+        """Returns the pixels or samples, as in `MediaSpan.pixels`."""
+        if self.audio is not None:
+            return [self.audio.samples] if self.audio.samples else []
+        return [_resized.pixels(frame, self.size) for frame in self.frames if frame.pixels]
 
 
 @dataclass(frozen=True)
@@ -75,13 +113,11 @@ def place(processor: PictureProcessor, rendered: str, media: Sequence[Medium]) -
     Raises:
         InvalidRequest: a text of the conversation contains a placeholder, or the processor refuses a size.
     """
-    marks = [mark for mark in (processor.placeholder, processor.video_placeholder) if mark]
+    marks = [mark for mark in processor.placeholders if mark]
     parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", rendered)
-    wanted = [processor.video_placeholder if medium.video else processor.placeholder for medium in media]
-    if parts[1::2] != wanted:
-        raise InvalidRequest(
-            f"messages: a text contains {processor.placeholder!r}, the placeholder of a picture", param="messages"
-        )
+    if parts[1::2] != [medium.placeholder(processor) for medium in media]:
+        mark = next((mark for mark in parts[1::2] if mark), processor.placeholder)
+        raise InvalidRequest(f"messages: a text contains {mark!r}, the placeholder of a picture", param="messages")
     spans: list[Span] = []
     for index, medium in enumerate(media):
         parts[2 * index + 1] = _lay(processor, medium, spans)
@@ -90,6 +126,8 @@ def place(processor: PictureProcessor, rendered: str, media: Sequence[Medium]) -
 
 def _lay(processor: PictureProcessor, medium: Medium, spans: list[Span]) -> str:
     """Appends the medium's spans to `spans`, and returns its text."""
+    if medium.audio is not None:
+        return _lay_audio(processor, medium.audio, spans)
     first = medium.frames[0]
     if not medium.video:
         with _refusing(f"picture of {first.width} x {first.height} pixels"):
@@ -104,6 +142,20 @@ def _lay(processor: PictureProcessor, medium: Medium, spans: list[Span]) -> str:
         group = frames[index * video.frames : (index + 1) * video.frames]
         spans.append(Span(span, group, (video.width, video.height), True))
     return video.text
+
+
+def _lay_audio(processor: PictureProcessor, audio: Audio, spans: list[Span]) -> str:
+    if processor.audio is None:
+        raise InvalidRequest("messages: this model does not support audio", param="messages")
+    # A transcript may name audio that another model got at another rate.
+    count = round(audio.count * processor.audio.rate / audio.rate)
+    try:
+        laid = processor.audio.layout(count)
+    except ValueError as error:
+        seconds = audio.count / audio.rate
+        raise InvalidRequest(f"messages: audio of {seconds:.3g} s {error}", param="messages") from error
+    spans.append(Span(laid.span, (), (0, 0), False, audio))
+    return laid.text
 
 
 @contextmanager
@@ -125,8 +177,8 @@ def with_media_tokens(
     prompt, media, at = list(tokens), list[MediaSpan](), 0
     for span in placed.spans:
         at = _find(tokens, span.layout.tokens, at)
-        key = media_key([frame.hash for frame in span.frames], b"%dx%d" % span.size if span.video else b"")
-        ids = iter(media_tokens(key, len(span.layout.places), video=span.video))
+        key, count, is_audio = span.key, len(span.layout.places), span.audio is not None
+        ids = iter(media_tokens(key, count, video=span.video, audio=is_audio))
         for index in sorted(span.layout.places):
             prompt[at + index] = next(ids)
         media.append(
@@ -137,12 +189,13 @@ def with_media_tokens(
                 grid=list(span.layout.grid),
                 width=span.size[0],
                 height=span.size[1],
-                pixels=[_resized.pixels(frame, span.size) for frame in span.frames if frame.pixels],
+                pixels=span.contents(),
                 video=span.video,
+                audio_rate=span.audio.rate if span.audio is not None else 0,
             )
         )
         at += len(span.layout.tokens)
-    if processor.token in prompt or processor.video_token in prompt:
+    if not processor.tokens_of_media.isdisjoint(prompt):
         raise InvalidRequest("messages: a text contains a picture's token", param="messages")
     return prompt, media
 
@@ -194,9 +247,14 @@ def with_references(messages: Sequence[Any], media: Sequence[Medium]) -> list[An
 
 
 def _named(part: dict[str, str], media: Iterator[Medium]) -> dict[str, Any]:
-    if part["type"] not in ("image", "video"):
+    if part["type"] not in ("image", "video", "audio"):
         return part
     medium = next(media)
+    if (audio := medium.audio) is not None:
+        return {
+            "type": "audio_url",
+            "audio_url": {"url": f"{AUDIO_REFERENCE}{audio.hash.hex()}/{audio.count}@{audio.rate}"},
+        }
     if medium.video:
         return {"type": "video", "video": [f"{_url(frame)}@{frame.seconds:.6f}" for frame in medium.frames]}
     return {"type": "image_url", "image_url": {"url": _url(medium.frames[0])}}
@@ -212,6 +270,11 @@ def referred(part: Any) -> Medium | None:
         case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith(REFERENCE):
             picture = _picture(url)
             return Medium([picture]) if picture is not None else None
+        case {"type": "audio_url", "audio_url": {"url": str(url)}}:
+            match = _AUDIO_REFERENCE.fullmatch(url)
+            if match is None or not int(match[3]):
+                return None
+            return Medium((), audio=Audio(b"", int(match[3]), bytes.fromhex(match[1]), int(match[2])))
         case {"type": "video", "video": [*urls]}:
             frames = [frame for url in urls if isinstance(url, str) and (frame := _picture(url)) is not None]
             return Medium(frames, True) if frames and len(frames) == len(urls) else None

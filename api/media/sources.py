@@ -1,4 +1,4 @@
-"""Pictures and videos of messages: as sources, independent of the protocol, and as models are shown them. Pure."""
+"""Pictures, videos and audio of messages: as sources, independent of the protocol, and as models get them. Pure."""
 
 from __future__ import annotations
 
@@ -25,6 +25,28 @@ class Picture:
     pixels: bytes = field(repr=False)
     hash: bytes
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Audio:
+    """Audio as a model gets it.
+
+    Attributes:
+        samples: one channel, float32 little-endian; empty if only the hash is known.
+        rate: samples a second.
+        hash: `audio_hash` of these samples.
+        known_count: the number of samples, if there are none; else 0.
+    """
+
+    samples: bytes = field(repr=False)
+    rate: int
+    hash: bytes
+    known_count: int = 0
+
+    @property
+    def count(self) -> int:
+        """The number of samples."""
+        return len(self.samples) // 4 or self.known_count
 
 
 @dataclass(frozen=True)
@@ -69,21 +91,37 @@ class VideoSource:
     earlier: bool = field(default=False, compare=False)
 
 
+@dataclass(frozen=True)
+class AudioSource:
+    """Audio of a message: a file by its `url`. `form` is what the caller calls its format, "" for nothing. The other
+    attributes are as in `PictureSource`."""
+
+    where: str
+    url: str = field(repr=False)
+    form: str = ""
+    url_where: str = field(default="", compare=False)
+    earlier: bool = field(default=False, compare=False)
+
+
+MediaSource = PictureSource | VideoSource | AudioSource
+
+
 def detail_of(word: str | None) -> str:
     """Returns a picture's detail; for an unknown word, the default."""
     return _DETAILS.get(word or "", "auto")
 
 
-def check_urls(source: PictureSource | VideoSource) -> None:
+def check_urls(source: MediaSource) -> None:
     """Checks the URL of a source, or of its frames.
 
     Raises:
         InvalidRequest: it has no known scheme; `param` is its position.
     """
-    if source.url is None:
+    url = source.url or ""
+    if isinstance(source, VideoSource) and source.url is None:
         for frame in source.frames:
             check_urls(frame)
-    elif not source.url.startswith("/") and not source.url[:8].lower().startswith(_SCHEMES):
+    elif not url.startswith("/") and not url[:8].lower().startswith(_SCHEMES):
         raise InvalidRequest(
             f"{source.url_where} must be an http, https, data or file URL, or an absolute path", param=source.url_where
         )

@@ -9,21 +9,17 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-import msgpack
 from PIL import Image
 
 from ...actors.protocol.media_ids import picture_hash
-from ...cluster.environment import snapshot
 from .pixels import Shown, Undecodable, UnknownFormat, as_picture, check_size, opened, rgb
 from .sources import Picture
+from .worker_process import run_worker
 
 T = TypeVar("T")
 
@@ -35,10 +31,7 @@ _ANIMATED = ("GIF", "WEBP", "PNG")
 _KNOWN = "MP4, WebM, Matroska, AVI and animated GIF, WebP and PNG"
 _USUAL_FRAME_S = 0.1
 _ALMOST = 1e-6
-_WORKER_START_S = 15.0
 _ONLY = "input_format;{0}|format_whitelist;{0}|protocol_whitelist;pipe"
-_LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
-_SANDBOX_EXEC = "/usr/bin/sandbox-exec"
 
 
 @dataclass(frozen=True)
@@ -180,38 +173,8 @@ def _worker(sampling: FrameSampling) -> list[str]:
 
 
 def _film(data: bytes, sampling: FrameSampling) -> list[Picture]:
-    # No other variables are passed, because this process's environment may contain keys.
-    environment = {name: value for name, value in snapshot().items() if name in _LIBRARY_PATHS}
-    environment |= {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OPENCV_LOG_LEVEL": "SILENT",
-        "OPENCV_FFMPEG_CAPTURE_OPTIONS": _ONLY.format(container(data)),
-    }
-    try:
-        run = subprocess.run(
-            [*_sandbox(), sys.executable, "-P", *_worker(sampling)],
-            input=data,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            cwd="/",
-            # Normally the worker itself enforces the time limit.
-            timeout=sampling.timeout_s + _WORKER_START_S,
-        )
-        answer = msgpack.unpackb(run.stdout)
-    except (subprocess.TimeoutExpired, ValueError, msgpack.UnpackException):
-        raise Undecodable("is damaged, or takes too much time or memory to decode") from None
-    if isinstance(answer, str):
-        raise Undecodable(answer)
-    return [_frame(*frame) for frame in answer]
-
-
-def _sandbox() -> list[str]:
-    """Returns the command prefix that starts a process without a network on macOS. On Linux the worker leaves the
-    network itself."""
-    if sys.platform == "darwin" and os.access(_SANDBOX_EXEC, os.X_OK):
-        return [_SANDBOX_EXEC, "-p", "(version 1)(allow default)(deny network*)"]
-    return []
+    variables = {"OPENCV_LOG_LEVEL": "SILENT", "OPENCV_FFMPEG_CAPTURE_OPTIONS": _ONLY.format(container(data))}
+    return [_frame(*frame) for frame in run_worker(_worker(sampling), data, sampling.timeout_s, variables)]
 
 
 def _frame(width: int, height: int, pixels: bytes, seconds: float) -> Picture:

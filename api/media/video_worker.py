@@ -7,26 +7,22 @@ requests in its process.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import itertools
 import json
 import math
-import resource
 import struct
 import sys
 from typing import Any
 
 import msgpack
-import psutil
 from PIL import Image
 
 from .pixels import Undecodable, as_picture, check_size
 from .sources import Picture
 from .video import Deadline, FrameSampler, FrameSampling
+from .worker_process import leave_network, limit_memory
 
-_CLONE_NEWUSER = 0x10000000
-_CLONE_NEWNET = 0x40000000
 _BYTES_MAX = 256 * 2**20
 _BYTES_A_PIXEL = 40
 """Further bytes per pixel of the largest frame, for the decoder's reference frames and the sampled ones."""
@@ -53,7 +49,7 @@ def read_film(data: bytes, sampling: FrameSampling) -> list[Picture]:
 
     deadline, sampler = Deadline(sampling.timeout_s), FrameSampler(sampling)
     _check_whole(data, deadline)
-    _limit_memory(_BYTES_MAX + _BYTES_A_PIXEL * sampling.pixels_max)
+    limit_memory(_BYTES_MAX + _BYTES_A_PIXEL * sampling.pixels_max)
     stream: Any = io.BytesIO(data)
     video = cv2.VideoCapture(stream, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, _THREADS])
     if not video.isOpened():
@@ -133,26 +129,8 @@ def _picture(retrieved: tuple[bool, Any], sampling: FrameSampling, seconds: floa
     return as_picture(Image.fromarray(frame[..., ::-1].copy()), sampling.shown(), seconds)
 
 
-def _leave_network() -> None:
-    """On Linux, moves this process into an empty network namespace."""
-    if sys.platform == "linux":
-        c = ctypes.CDLL(None, use_errno=True)
-        # Without root, that needs a user namespace too. If the system allows neither, the network stays.
-        if c.unshare(_CLONE_NEWNET) != 0:
-            c.unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
-
-
-def _limit_memory(further_bytes: int) -> None:
-    """Limits how much more memory this process can allocate. macOS has no such limit."""
-    if sys.platform == "linux":
-        most = psutil.Process().memory_info().vms + further_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def main() -> None:
-    # Before any thread starts: a process with several threads cannot change its user namespace.
-    _leave_network()
+    leave_network()
     sampling = FrameSampling(**json.loads(sys.argv[1]))
     try:
         frames = read_film(sys.stdin.buffer.read(), sampling)

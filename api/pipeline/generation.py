@@ -52,6 +52,7 @@ from ..requests.requests import (
     prepare_chat,
     prompt_tokens,
 )
+from ..requests.taken_media import has_audio, takes_audio, without_audio
 from ..requests.unsupported_media import RefusedMessages, media_in, without_unread
 from ..text.answers.grammars import AnswerForm, Thought
 from ..text.model import TextModel, load_text_model
@@ -101,19 +102,17 @@ class Generator:
         self._shown: WeakKeyDictionary[Generation, list[Medium]] = WeakKeyDictionary()
 
     async def named(self, name: str = "", caller: Caller = OWNING, *, any_model: bool = False) -> ListedModel:
-        """Returns the entry of the model called `name`, loaded or not. If `name` is "", returns the first one that the
-        caller may use and that makes text. With `any_model` it also returns that one if `name` does not exist or the
-        caller may not use it.
+        """Returns the entry of the model called `name`, loaded or not. If `name` is "", returns the first model of text
+        that the caller may use. With `any_model` it also does so if `name` is none that the caller may use.
 
         Raises:
             ModelNotFound: there is no such model that the caller may use.
         """
         listed = [model for model in await self.backend.listed() if caller.may_use(model.name)]
-        for model in listed:
-            if name == model.name or name in model.aliases:
-                return model
+        if (found := next((one for one in listed if name in (one.name, *one.aliases)), None)) is not None:
+            return found
         if listed and (any_model or not name):
-            return first_of_text(listed, await self.backend.models()) if len(listed) > 1 else listed[0]
+            return first_of_text(listed, await self.backend.models())
         raise ModelNotFound(f"the model {quoted(name)} does not exist", param="model", model=name)
 
     async def served(
@@ -160,8 +159,7 @@ class Generator:
         """Returns the text side of `model`, loaded on first use.
 
         Raises:
-            InvalidRequest: it makes images, and no text.
-            ModelLoadError: its tokenizer does not load.
+            InvalidRequest, ModelLoadError: it makes images, and no text; or its tokenizer does not load.
         """
         check_makes_text(model)
         key = (model.info.folder, model.info.files_id)
@@ -378,21 +376,31 @@ class Generator:
         # In threads, because there may be thousands of parts.
         request = await asyncio.to_thread(request.of, model)
         if text.pictures is None or model.info.blind:
-            if not model.omits_unseen:
-                return request, []
-            scope = f"{request.scope}/{request.agent}"
-            marked = await asyncio.to_thread(self._refused.marked, request.messages, scope)
-            return replace(request, messages=marked), []
+            return await self._marked(request, model), []
+        audio = text.pictures.audio if takes_audio(model) else None
+        if audio is None and await asyncio.to_thread(has_audio, request.messages):
+            request = await self._marked(request, model)
+            told = await asyncio.to_thread(without_audio, request.messages, request.left_out, model)
+            request = replace(request, messages=told)
         found = await asyncio.to_thread(media_in, request.messages, spares=model.omits_unseen)
         if not found:
             return request, []
-        loaded = await self.loader.load_all([source for source, _ in found], [spared for _, spared in found])
+        sources, spared = zip(*found, strict=True)
+        loaded = await self.loader.load_all(sources, spared, audio_rate=audio.rate if audio is not None else 0)
         unread = {number for number, frames in enumerate(loaded) if not frames}
         if unread:
             told = await asyncio.to_thread(without_unread, request.messages, unread, request.left_out)
             request = replace(request, messages=told)
-        kinds = [isinstance(source, VideoSource) for source, _ in found]
-        return request, [Medium(frames, video) for frames, video in zip(loaded, kinds, strict=True) if frames]
+        kinds = [isinstance(source, VideoSource) for source in sources]
+        return request, [Medium.of(each, video=video) for each, video in zip(loaded, kinds, strict=True) if each]
+
+    async def _marked(self, request: ChatRequest, model: ServedModel) -> ChatRequest:
+        """Returns a request with the media of a refused message marked as earlier ones, if they may be left out."""
+        if not model.omits_unseen:
+            return request
+        scope = f"{request.scope}/{request.agent}"
+        marked = await asyncio.to_thread(self._refused.marked, request.messages, scope)
+        return replace(request, messages=marked)
 
     async def start_completion(self, request: CompletionRequest) -> list[TextStream]:
         """Checks, encodes and queues prompts. The choices of the first prompt come first. Raises as `start_chats`."""

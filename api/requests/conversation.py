@@ -9,24 +9,28 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...cluster.errors import InvalidRequest
-from ..media.sources import PictureSource, VideoSource
+from ..media.sources import AudioSource, MediaSource, VideoSource
 from .history import Message, called_with
 
 _CONTINUED = ("partial", "prefix")
 """The fields that mark a message as the beginning of the answer."""
 
 
-def sources_in(messages: Sequence[Message]) -> list[PictureSource | VideoSource]:
-    """Returns the pictures and videos of messages, in order, except those of assistants, which `with_shown` refuses."""
-    sources: list[PictureSource | VideoSource] = []
+def sources_in(messages: Sequence[Message]) -> list[MediaSource]:
+    """Returns the pictures, videos and audio of messages, in order, except those of assistants, which `with_shown`
+    refuses."""
+    sources: list[MediaSource] = []
     for message in messages:
         if message["role"] != "assistant" and not isinstance(message["content"], str):
-            sources += (part for part in message["content"] if isinstance(part, PictureSource | VideoSource))
+            sources += (part for part in message["content"] if isinstance(part, MediaSource))
     return sources
 
 
 def with_shown(
-    messages: Sequence[Message], media: Iterator[list[dict[str, str]]] | None, blind: str = ""
+    messages: Sequence[Message],
+    media: Iterator[list[dict[str, str]]] | None,
+    blind: str = "",
+    no_audio: str | None = "",
 ) -> list[Message]:
     """Returns the messages with their media as a chat template takes them.
 
@@ -34,6 +38,7 @@ def with_shown(
         media: for each picture or video, in order, the parts that the template gets. None if the model supports no
             media.
         blind: why a vision model is served without media; empty for others.
+        no_audio: why the model supports no audio, empty if there is no more to say; None if it does.
 
     Raises:
         InvalidRequest: the model supports no media, or an assistant's message has some; `param` is the place.
@@ -47,10 +52,12 @@ def with_shown(
             for place, part in enumerate(content):
                 if isinstance(part, dict) and part["type"] == "text":
                     parts.append(part)
-                elif taken is None:
+                elif taken is None or (no_audio is not None and _is_audio(part)):
                     # A source knows where the caller wrote it; messages may be split and joined before they come here.
-                    known = part.where if isinstance(part, PictureSource | VideoSource) else ""
-                    raise _refused(part, known or f"messages[{index}].content[{place}]", media is not None, blind)
+                    known = part.where if isinstance(part, MediaSource) else ""
+                    where = known or f"messages[{index}].content[{place}]"
+                    is_elsewhere = media is not None and (no_audio is None or not _is_audio(part))
+                    raise _refused(part, where, is_elsewhere, blind, no_audio or "")
                 else:
                     parts += next(taken)
             message: Message = {**message, "content": parts}
@@ -58,13 +65,30 @@ def with_shown(
     return shown
 
 
-def _refused(part: Any, where: str, has_media: bool, blind: str) -> InvalidRequest:
-    if has_media:
-        why = "pictures and videos are only allowed in system, developer, user and tool messages"
+def _refused(part: Any, where: str, is_elsewhere: bool, blind: str, no_audio: str) -> InvalidRequest:
+    """Returns the error for a medium.
+
+    Args:
+        is_elsewhere: whether the model supports it, but not in an assistant's message.
+    """
+    if is_elsewhere:
+        media = "audio is" if _is_audio(part) else "pictures and videos are"
+        why = f"{media} only allowed in system, developer, user and tool messages"
+    elif _is_audio(part):
+        return no_audio_error(where, no_audio or blind)
     else:
         is_video = isinstance(part, VideoSource) or (isinstance(part, dict) and part["type"] == "video")
         why = f"this model does not support {'video' if is_video else 'images'}{blind and f': {blind}'}"
     return InvalidRequest(f"{where}: {why}", param=where)
+
+
+def _is_audio(part: Any) -> bool:
+    return isinstance(part, AudioSource) or (isinstance(part, dict) and part["type"] == "audio_url")
+
+
+def no_audio_error(where: str, reason: str) -> InvalidRequest:
+    """Returns the error for audio that a model does not support; `reason` may be empty."""
+    return InvalidRequest(f"{where}: this model does not support audio{reason and f': {reason}'}", param=where)
 
 
 def with_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:

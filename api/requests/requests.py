@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Self
 
-from ...actors.model_files.processors import PictureProcessor
 from ...actors.protocol.media_ids import is_media_token
 from ...actors.protocol.replica_messages import MediaSpan, ThinkingBudget
 from ...cluster.errors import ContextLengthExceeded, InvalidRequest
@@ -32,6 +31,7 @@ from .left_out import LeftOut
 from .loading import Loading
 from .options import Options
 from .sent import as_shown, with_kept, with_schema
+from .taken_media import kinds_not_taken, processor_of
 from .tool_results import in_call_order, ordered, permuted
 from .unsupported_media import without_unseen
 
@@ -373,7 +373,7 @@ def prepare_chat(
         InvalidRequest: the model supports no media or tools, or its template refuses the messages.
         ContextLengthExceeded: they do not fit.
     """
-    past, pictures = past or Past(), _pictures(text, model)
+    past, pictures = past or Past(), processor_of(text, model)
     if request.truncate_prompt_tokens is not None and (request.agent or media):
         message = "truncate_prompt_tokens: not possible with an agent's memory, or with pictures"
         raise InvalidRequest(message, param="truncate_prompt_tokens")
@@ -483,7 +483,7 @@ def _encoded(
     text: TextModel, model: ServedModel, request: Request, placed: MediaPrompt, *, special_tokens: bool
 ) -> list[int]:
     prompt = text.recent.encode(placed.text, request.scope, special_tokens=special_tokens)
-    if (pictures := _pictures(text, model)) is not None:
+    if (pictures := processor_of(text, model)) is not None:
         # Refuses what a generation would refuse.
         prompt, _ = with_media_tokens(pictures, prompt, placed)
     return prompt
@@ -506,15 +506,19 @@ def _render(
     """Returns the text of a prompt with the places of its media, its messages as a transcript, and its media as the
     model gets them. The text is guarded: a lone surrogate in callers' markers keeps them from becoming control tokens
     (`text/callers_text.py`)."""
-    pictures = _pictures(text, model)
+    pictures = processor_of(text, model)
     messages = request.messages
     if request.agent_continue and (before := past.messages or request.opening):
         messages, media = _appended(before, messages, media)
-    if pictures is None and model.omits_unseen:
-        messages = without_unseen(messages, request.left_out)
+    if unseen := kinds_not_taken(pictures) if model.omits_unseen else ():
+        messages = without_unseen(messages, request.left_out, unseen)
+    if pictures is not None and pictures.audio is None:
+        # That of a transcript that another model has begun; in the messages a sentence replaces it.
+        media = [medium for medium in media if medium.audio is None]
     pieces = None if pictures is None else [medium.shown(pictures) for medium in media]
     parts = None if pieces is None else iter([[one.part for one in piece] for piece in pieces])
-    messages = with_shown(messages, parts, model.info.blind)
+    has_audio = pictures is not None and pictures.audio is not None
+    messages = with_shown(messages, parts, model.info.blind, None if has_audio else model.info.no_audio)
     messages = with_kept(messages, past.kept(messages))
     form = request.form
     if reply and model.schema_in_prompt and form is not None and form.kind == "json" and not request.tool_use.forced:
@@ -575,12 +579,6 @@ def _rendered(
                 refusal = error
     assert refusal is not None
     raise refusal
-
-
-def _pictures(text: TextModel, model: ServedModel) -> PictureProcessor | None:
-    if model.info.blind or text.pictures is None:
-        return None
-    return text.pictures.of_stills() if model.info.stills else text.pictures
 
 
 def _seen_alike(continuation: Continuation, prompt: list[int], media_tokens: Sequence[int]) -> Continuation:

@@ -1,6 +1,6 @@
-"""Unsupported ("unseen") media: pictures and videos that a model cannot see, or that cannot be read. In tool results
-and earlier messages a text replaces them, so the conversation can go on. In the user's newest message they stay, and
-are refused.
+"""Unsupported ("unseen") media: pictures, videos and audio that a model does not take, or that cannot be read. In tool
+results and earlier messages a text replaces them, so the conversation can go on. In the user's newest message they
+stay, and are refused.
 
 Plain functions on plain data; large inputs belong in a worker thread.
 """
@@ -15,54 +15,60 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from ..media.sources import PictureSource, VideoSource, check_urls
+from ..media.sources import AudioSource, MediaSource, PictureSource, VideoSource, check_urls
 from .history import Message
 from .left_out import LeftOut, newest_said
 
 WORDS = {
     "image": "[An image is not shown here: this model cannot see images.]",
     "video": "[A video is not shown here: this model cannot see videos.]",
+    "audio": "[Audio is not played here: this model cannot hear audio.]",
 }
 """The same text in every turn, so that a prompt begins with the same tokens as the one before."""
 
 UNREAD = {
     "image": "[An image is not shown here: its file cannot be read.]",
     "video": "[A video is not shown here: its file cannot be read.]",
+    "audio": "[Audio is not played here: its file cannot be read.]",
 }
 
 _REFUSED_MAX = 4096
 
 
-def without_unseen(messages: Sequence[Message], left_out: LeftOut) -> list[Message]:
-    """Returns messages for a model that supports neither pictures nor videos: without media, except in the user's
-    newest message and in assistants' messages.
+def without_unseen(
+    messages: Sequence[Message], left_out: LeftOut, kinds: Collection[str] = tuple(WORDS)
+) -> list[Message]:
+    """Returns messages without media that a model does not support, except in the user's newest message and in
+    assistants' messages.
 
     Args:
         left_out: gets the kinds of the removed media.
+        kinds: those that the model does not support: `image`, `video`, `audio`.
     """
     newest = newest_said([message["role"] for message in messages])
+    words = {kind: WORDS[kind] for kind in kinds}
     told: list[Message] = []
     for index, message in enumerate(messages):
         content = message["content"]
         if message["role"] != "assistant" and not isinstance(content, str):
-            parts = [part if index == newest and not _is_earlier(part) else _told(part, WORDS) for part in content]
+            parts = [part if index == newest and not _is_earlier(part) else _told(part, words) for part in content]
             message: Message = {**message, "content": _in_words(parts, left_out)}
         told.append(message)
     return told
 
 
-def media_in(messages: Sequence[Message], *, spares: bool) -> list[tuple[PictureSource | VideoSource, bool]]:
-    """Returns the pictures and videos of messages, in order, without those of assistants; with each, whether it may be
-    left out. It may if `spares` is set and it is not in the user's newest message.
+def media_in(messages: Sequence[Message], *, spares: bool) -> list[tuple[MediaSource, bool]]:
+    """Returns the pictures, videos and audio of messages, in order, without those of assistants; with each, whether it
+    may be left out. It may if `spares` is set and it is not in the user's newest message.
 
     Raises:
         InvalidRequest: one that may not be left out has a URL with no known scheme.
     """
     newest = newest_said([message["role"] for message in messages])
-    found: list[tuple[PictureSource | VideoSource, bool]] = []
+    found: list[tuple[MediaSource, bool]] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant" and not isinstance(message["content"], str):
-            sources = [part for part in message["content"] if isinstance(part, PictureSource | VideoSource)]
+            sources = [part for part in message["content"] if isinstance(part, MediaSource)]
             found += [(source, spares and (index != newest or source.earlier)) for source in sources]
     for source, spared in found:
         if not spared:
@@ -84,7 +90,7 @@ def without_unread(messages: Sequence[Message], unread: Collection[int], left_ou
         if message["role"] != "assistant" and not isinstance(content, str):
             parts: list[Any] = []
             for part in content:
-                is_medium = isinstance(part, PictureSource | VideoSource)
+                is_medium = isinstance(part, MediaSource)
                 parts.append(_told(part, UNREAD) if is_medium and count in unread else part)
                 count += is_medium
             message: Message = {**message, "content": _in_words(parts, left_out)}
@@ -93,7 +99,7 @@ def without_unread(messages: Sequence[Message], unread: Collection[int], left_ou
 
 
 class _Words:
-    """The text in the place of a picture or video, by its kind."""
+    """The text in the place of a medium, by its kind."""
 
     def __init__(self, kind: str, said: str) -> None:
         self.kind = kind
@@ -101,7 +107,7 @@ class _Words:
 
 
 def _told(part: Any, words: Mapping[str, str]) -> Any:
-    return _Words(kind, words[kind]) if (kind := _kind(part)) else part
+    return _Words(kind, words[kind]) if (kind := _kind(part)) in words else part
 
 
 def _in_words(parts: Sequence[Any], left_out: LeftOut) -> str | list[Any]:
@@ -129,14 +135,14 @@ def _in_words(parts: Sequence[Any], left_out: LeftOut) -> str | list[Any]:
 
 def _kind(part: Any) -> str:
     """Returns the kind of medium that a part is; "" for text."""
-    if isinstance(part, PictureSource | VideoSource):
-        return "image" if isinstance(part, PictureSource) else "video"
+    if isinstance(part, MediaSource):
+        return {PictureSource: "image", VideoSource: "video", AudioSource: "audio"}[type(part)]
     # The forms that media have in transcripts.
-    return {"image": "image", "image_url": "image", "video": "video"}.get(part["type"], "")
+    return {"image": "image", "image_url": "image", "video": "video", "audio_url": "audio"}.get(part["type"], "")
 
 
 def _is_earlier(part: Any) -> bool:
-    return isinstance(part, PictureSource | VideoSource) and part.earlier
+    return isinstance(part, MediaSource) and part.earlier
 
 
 class RefusedMessages:
@@ -190,7 +196,7 @@ def _written(parts: Sequence[Any]) -> tuple[str, list[int]]:
     return said, ends
 
 
-def _urls(source: PictureSource | VideoSource) -> list[str | None]:
+def _urls(source: MediaSource) -> list[str | None]:
     frames = source.frames if isinstance(source, VideoSource) else ()
     return [source.url, *(frame.url for frame in frames)]
 
@@ -198,7 +204,7 @@ def _urls(source: PictureSource | VideoSource) -> list[str | None]:
 def _with_earlier(parts: Sequence[Any], count: int) -> list[Any]:
     marked: list[Any] = []
     for part in parts:
-        if isinstance(part, PictureSource | VideoSource) and count:
+        if isinstance(part, MediaSource) and count:
             part, count = replace(part, earlier=True), count - 1
         marked.append(part)
     return marked

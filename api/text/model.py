@@ -72,7 +72,7 @@ class TextModel:
         if (unshown := unshown_format(bare, CallMarks.of(wrapper))) is not None:
             bare = BareTemplate(wrapper, name, unshown)
         self.calls = ModelCalls(wrapper, bare)
-        shown = () if pictures is None else (pictures.placeholder, pictures.video_placeholder)
+        shown = () if pictures is None else pictures.placeholders
         marks = self.calls.marks
         markers = Markers(bare.think_start, bare.think_end, marks.start, marks.end, self.calls.shown, pictures=shown)
         self.tokenizer = Tokenizer(wrapper, name, markers, bare.sources, in_harmony=bare.is_harmony)

@@ -184,6 +184,19 @@ def test_the_tokenizer_in_mlx_lms_wrapper_is_found():
     assert coded.apply_chat_template([], tokenize=False) == "written by code"
 
 
+def test_a_tokenizer_without_padding_pads_with_its_end():
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "recall")
+    own = tokenizer.pad_token
+    patches.pad_with_end(tokenizer)
+    assert own is None or tokenizer.pad_token == own
+    tokenizer.pad_token = None
+    patches.pad_with_end(tokenizer)
+    assert (
+        tokenizer.pad_token == tokenizer.eos_token
+        and len(set(map(len, tokenizer(["a", "a b c"], padding=True).input_ids))) == 1
+    )
+
+
 def test_transformers_gets_a_models_code_through_what_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dynamic_module_utils, "get_cached_module_file", dynamic_module_utils.get_cached_module_file)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Own", None]}}))

@@ -1,4 +1,4 @@
-"""Vision types that hear and speak too, of which only what they see is served."""
+"""Vision types that take audio too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from .vision_parts import EXPERTS, MERGING, QWEN_FILES, TEXT
 
 _AXES_3 = {"type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 _TEXT: dict[str, Any] = {**TEXT, **EXPERTS, "rope_scaling": _AXES_3}
+
+_WHISPER: dict[str, Any] = {
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "feature_size": 128,
+    "chunk_length": 300,
+    "return_attention_mask": True,
+}
 
 OMNI: dict[str, Family] = {
     "qwen3_omni_moe": Family(
@@ -41,7 +48,7 @@ OMNI: dict[str, Family] = {
             },
             "talker_config": {"text_config": {**_TEXT, "vocab_size": 64}},
         },
-        {**QWEN_FILES, "preprocessor_config.json": {**QWEN_FILES["preprocessor_config.json"], "feature_size": 128}},
+        {**QWEN_FILES, "preprocessor_config.json": {**QWEN_FILES["preprocessor_config.json"], **_WHISPER}},
         {
             "image_token": "<|image_pad|>",
             "video_token": "<|video_pad|>",
@@ -52,5 +59,6 @@ OMNI: dict[str, Family] = {
             "audio_eos_token": "<|audio_end|>",
         },
         video="<|vision_start|><|video_pad|><|vision_end|>",
+        audio="<|audio_start|><|audio_pad|><|audio_end|>",
     ),
 }

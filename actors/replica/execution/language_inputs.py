@@ -187,7 +187,8 @@ class LanguageInputs:
         levels: list[list[mx.array]] = []
         for sequence, spans in enumerate(touched):
             for begin, end, embeddings, first in spans:
-                seen[sequence, begin:end] = True
+                # Audio has no levels, also if the batch has pictures with some.
+                seen[sequence, begin:end] = bool(embeddings.levels)
                 for level, array in enumerate(embeddings.levels):
                     if level == len(levels):
                         levels.append([])

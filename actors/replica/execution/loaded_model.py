@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -27,6 +27,16 @@ from .vision import Vision
 
 IN_CONFIG = "set in the config"
 """The reason for a KV policy that the config names."""
+
+
+class MediaTaken(TypedDict):
+    """Fields of `ModelInfo`."""
+
+    pictures: bool
+    blind: str
+    stills: str
+    audio: bool
+    no_audio: str
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,23 @@ class LoadedModel:
             return EmbeddingInfo(refusal=refusal)
         assert isinstance(hidden, HiddenStates)
         return EmbeddingInfo(hidden.dimensions, sentences.pooling, sentences.normalizes, sentences.stated, "")
+
+    @property
+    def media(self) -> MediaTaken:
+        """What media the model takes, as in `ModelInfo`."""
+        vision = self.vision
+        return {
+            "pictures": vision is not None,
+            "blind": self.blind,
+            "stills": self.stills,
+            "audio": vision is not None and vision.audio is not None,
+            "no_audio": self.no_audio,
+        }
+
+    @property
+    def no_audio(self) -> str:
+        """Why a model whose processor takes audio gets none; empty if it gets it, and for other models."""
+        return "" if self.vision is None else self.vision.no_audio
 
     @property
     def undrafted(self) -> str:

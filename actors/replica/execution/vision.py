@@ -8,6 +8,7 @@ So a prompt may be computed in any chunks and batches, and a picture is encoded 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
@@ -22,24 +23,21 @@ from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
 from PIL import Image
 
 from ...model_files.foreign_code import refuse_model_file
-from ...model_files.processors import PictureProcessor, SpanLayout
+from ...model_files.media_layouts import SpanLayout
+from ...model_files.processors import PictureProcessor
 from ...patches import emptied, reset_to_now
 from ..device.device import as_numpy, on_gpu, settle
 from ..kernels.sealing import copied
 from ..kv.caches import is_recurrent
+from .audio import AudioEncoder
 from .bidirectional import SIDE, Bidirectional, Compute, find_bidirectional, runs_of
 from .findings import Findings
 from .language_inputs import ImageEmbeddings, LanguageInputs, SequencePictures, axes_of, has_axes_last, separate
 from .levels import levels_of
+from .made_inputs import check_outputs, check_seen, evaluate_modules
 from .pieces import Pieces
 
 logger = logging.getLogger(__name__)
-
-_PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds", "per_layer_inputs"}
-"""Outputs of `get_input_embeddings` that are used. Positions are computed for the whole prompt instead."""
-
-_IGNORED = {"position_ids", "rope_deltas", "attention_mask", "attention_mask_4d"}
-"""Outputs that are ignored: the caches make the masks."""
 
 _BESIDE_THE_PROMPT = {
     "cross_attention_states": "its layers look at pictures beside the prompt (cross attention)",
@@ -183,6 +181,8 @@ class Vision:
         unbatched: kinds, pictures (False) or video frames (True), that the model cannot encode together.
         bidirectional: whether the tokens of a picture attend to each other.
         language_inputs: the language part's inputs.
+        audio: encodes audio; None if the model takes none.
+        no_audio: why a model whose processor takes audio does not; else empty.
 
     Raises:
         ValueError: prompts with pictures cannot be computed from left to right.
@@ -225,7 +225,13 @@ class Vision:
         example = {} if self._axes else processor.read(processor.placeholder, [Image.new("RGB", (SIDE, SIDE))])
         self._own_positions = _axes_in(example)
         self.language_inputs = LanguageInputs(self._model) if language_inputs is None else language_inputs
-        self._evaluate_modules()
+        evaluate_modules(self._model)
+        self.audio: AudioEncoder | None = None
+        self.no_audio = processor.no_audio
+        if self._own_positions and processor.audio is not None:
+            self.no_audio = "its processor gives positions of its own"
+        elif processor.audio is not None:
+            self.audio = AudioEncoder(self._model, processor.audio)
         modules = {id(module): module for root in (model, self._model) for module in root.modules()}
         self._reset = reset_to_now(modules.values())
 
@@ -237,6 +243,12 @@ class Vision:
     @property
     def processor(self) -> PictureProcessor:
         return self._processor
+
+    def without_audio(self, why: str) -> Vision:
+        """Returns this for a model that gets no audio; `why` is the end of a sentence."""
+        other = copy.copy(self)
+        other.audio, other.no_audio = None, why
+        return other
 
     def forget(self) -> None:
         """Resets the state that modules of the model have stored since it was loaded, such as a prompt's positions."""
@@ -293,15 +305,9 @@ class Vision:
         given = {name: _merged_inputs([each[name] for each in made_of]) for name in made_of[0]}
         pixels, mask = given.pop("pixel_values", None), mx.ones(marked.shape, dtype=mx.int32)
         made = self._model.get_input_embeddings(marked, pixels, mask=mask, **given).to_dict()
-        unknown = {name for name, value in made.items() if value is not None} - _PER_TOKEN - _IGNORED
-        if unknown:
-            raise ValueError(f"the model also wants {', '.join(sorted(unknown))}")
-        if (count := made["inputs_embeds"].shape[1]) != ids.shape[1]:
-            raise ValueError(
-                f"mlx-vlm makes {count} embeddings of a picture for which its processor writes {ids.shape[1]} tokens"
-            )
+        check_outputs(made, ids.shape[1], "a picture")
         places = mx.array(sorted(span.places))
-        self._check_seen(ids, made, places)
+        check_seen(self._model, ids, made, places, "mlx-vlm does not look at the picture", "the picture")
         every = mx.split(made["inputs_embeds"][0], len(shown))
         seen = [mx.split(level, len(shown)) for level in levels_of(made)]
         if seen and not self._takes_levels:
@@ -317,25 +323,10 @@ class Vision:
             positions = self._positions_in(span, shown[index][0]) if self._own_positions else None
             embeddings.append(ImageEmbeddings(copied(inputs) if len(shown) > 1 else inputs, tuple(levels), positions))
         mx.eval([array for one in embeddings for array in one.arrays()])
-        self._evaluate_modules()
+        evaluate_modules(self._model)
         if mx.get_cache_memory() - spare > SPARE_BYTES_MAX:
             mx.clear_cache()
         return embeddings
-
-    def _check_seen(self, ids: mx.array, made: dict[str, Any], places: mx.array) -> None:
-        """Checks the inputs for the tokens `ids`, of which those at `places` stand for pictures.
-
-        Raises:
-            ValueError: those at `places` have the embeddings of ordinary tokens, or other inputs of the layers depend
-            on
-                the picture.
-        """
-        plain = self._model.get_input_embeddings(ids, None)
-        if bool(mx.array_equal(plain.inputs_embeds[0, places], made["inputs_embeds"][0, places])):
-            raise ValueError("mlx-vlm does not look at the picture")
-        of_layers, of_text = made["per_layer_inputs"], plain.per_layer_inputs
-        if of_layers is not None and (of_text is None or not mx.array_equal(of_layers, of_text)):
-            raise ValueError("inputs of its layers depend on the picture")
 
     def _positions_in(self, span: SpanLayout, picture: Image.Image) -> mx.array:
         """Returns `ImageEmbeddings.positions`, made from those that the processor gives for a single picture."""
@@ -361,11 +352,6 @@ class Vision:
             self.encode(span, [shown, shown], video=False)
         return span, self.encode(span, [shown], video=False)[0]
 
-    def _evaluate_modules(self) -> None:
-        """Evaluates all arrays of the model's modules: no other thread could evaluate what this one leaves lazy."""
-        held = (value for module in self._model.modules() for value in (*module.values(), *vars(module).values()))
-        mx.eval([value for value in held if isinstance(value, mx.array)])
-
     def set_positions(
         self, pictures: SequencePictures, tokens: Sequence[int], grids: Sequence[tuple[Sequence[int], bool]]
     ) -> None:
@@ -382,7 +368,10 @@ class Vision:
             pictures.unbroken = pictures.bidirectional
         if self._own_positions and pictures.spans:
             pictures.unbroken = [(0, sum(pictures.spans[-1]))]
-        if not self._axes or not pictures.spans:
+        marks = self._processor.seen_tokens
+        seen = any(token in marks for first, count in pictures.spans for token in tokens[first : first + count])
+        if not self._axes or not seen:
+            # Positions count on through audio, as through text.
             return
         # After the last picture positions just count on.
         known = np.array(tokens[: sum(pictures.spans[-1])], np.int32).tobytes()

@@ -290,6 +290,9 @@ def _with_pictures(loaded: LoadedModel, opened: Opened, part: Part, source: str,
         raise ModelLoadError(f"{source} cannot be divided: {error.message}") from error
     if blind:
         logger.warning("%s is served for text alone: %s", source, blind)
+    if seen is not None and seen.audio is not None:
+        # No self-test of a group has audio.
+        seen = seen.without_audio("its layers are divided among processes")
     return replace(loaded, vision=seen, blind=blind)
 
 

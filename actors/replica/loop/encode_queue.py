@@ -1,4 +1,4 @@
-"""Encodes sequences' pictures before the sequences reach the scheduler.
+"""Encodes sequences' pictures and audio before the sequences reach the scheduler. Audio takes the way of pictures.
 
 Encoding a picture takes as long as many decode steps, so it runs in parallel with them, on its own thread and stream.
 On a GPU pictures of the same layout are encoded together, because one alone does not use the whole device.
@@ -22,10 +22,11 @@ from itertools import pairwise
 from queue import SimpleQueue
 
 import mlx.core as mx
+import numpy as np
 from PIL import Image
 
 from ....cluster.errors import InvalidRequest, PictureLost, SatchelError
-from ...model_files.processors import SpanLayout
+from ...model_files.media_layouts import SpanLayout
 from ...protocol.media_ids import embeddings_id, is_media_token, name_at
 from ...protocol.replica_messages import GenerateRequest, MediaSpan
 from ..device.device import settle
@@ -39,7 +40,7 @@ from ..scheduling.sequence import ScheduledSequence
 
 logger = logging.getLogger(__name__)
 
-LOST = "a picture of this conversation is not in memory any more: send it again"
+LOST = "a picture or audio of this conversation is not in memory any more: send it again"
 SLOWER_WEIGHT = 0.3
 """Weight of a slower measurement in the smoothed encoding time. It is low, because the first picture of a shape is
 slow: kernels are compiled for it."""
@@ -52,7 +53,7 @@ def _id(request: GenerateRequest, index: int) -> bytes:
 
 def _kind(media: MediaSpan) -> tuple[object, ...]:
     """Returns a key that is equal for pictures that can be encoded together."""
-    return media.width, media.height, media.video, media.tokens, media.grid, len(media.pixels)
+    return media.width, media.height, media.video, media.tokens, media.grid, len(media.pixels), media.audio_rate
 
 
 _Picture = tuple[Sequence, int]
@@ -144,6 +145,8 @@ class PictureQueue:
             return None
         if self._vision is None:
             return InvalidRequest("this model does not support pictures", param="messages")
+        if any(one.audio_rate for one in media) and self._vision.audio is None:
+            return InvalidRequest("this model does not support audio", param="messages")
         ends = [(one.start, one.start + len(one.tokens)) for one in media]
         ordered = all(before[1] <= after[0] for before, after in pairwise(ends))
         if not ordered or ends[0][0] < 0 or ends[-1][1] > len(prompt):
@@ -268,7 +271,7 @@ class PictureQueue:
         assert self._vision is not None
         first, own = sequence.request.media[index], self._waiting.get(sequence.id)
         most = 1 if first.video in self._vision.unbatched else self._vision.together_tokens // len(first.tokens)
-        if own is None or most < 2:
+        if own is None or most < 2 or first.audio_rate:
             return [(sequence, index)]
         kind, batch = _kind(first), {_id(sequence.request, index): (sequence, index)}
         as_urgent = [
@@ -376,6 +379,14 @@ class PictureQueue:
         span = SpanLayout(tuple(media.tokens), places, tuple(media.grid))
 
         every = [of.request.media[at].pixels for of, at in pictures]
+        if (audio := vision.audio) is not None and media.audio_rate:
+
+            def encode_audio() -> _Made:
+                started = time.perf_counter()
+                inputs = audio.encode(span, np.frombuffer(media.pixels[0], "<f4"))
+                return [ImageEmbeddings(inputs)], time.perf_counter() - started
+
+            return encode_audio
 
         def encode() -> _Made:
             started = time.perf_counter()

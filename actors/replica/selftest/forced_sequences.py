@@ -15,10 +15,10 @@ import numpy as np
 from PIL import Image
 
 from ....cluster.config import Scheduling
-from ...model_files.processors import SpanLayout
+from ...model_files.media_layouts import SpanLayout
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
-from ...protocol.media_ids import media_key, media_tokens, picture_hash
+from ...protocol.media_ids import audio_hash, media_key, media_tokens, picture_hash
 from ...protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
 from ..device.device import as_numpy, device_bytes, multiplies_exactly
 from ..device.device_errors import DeviceFailed
@@ -62,17 +62,24 @@ Logits = dict[tuple[int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Shown:
-    """A picture of a sequence, or frames of a video in the size that its encoder takes: the first token of its span,
-    the span, the frames, their embeddings, and whether they are of a video."""
+    """A picture of a sequence, frames of a video in the size that its encoder takes, or audio: the first token of its
+    span, the span, the frames, their embeddings, and whether they are of a video. `audio` is `(samples,) float32` at
+    `audio_rate` samples a second, None for the others."""
 
     start: int
     span: SpanLayout
     frames: Sequence[Image.Image]
     embeddings: ImageEmbeddings
     video: bool = False
+    audio: np.ndarray | None = None
+    audio_rate: int = 0
 
     def in_request(self) -> MediaSpan:
         """Returns it in the form of requests."""
+        if self.audio is not None:
+            samples = self.audio.astype("<f4").tobytes()
+            key = media_key([audio_hash(self.audio_rate, samples)])
+            return MediaSpan(self.start, [*self.span.tokens], key, [], 0, 0, [samples], audio_rate=self.audio_rate)
         width, height = self.frames[0].size
         pixels = [frame.tobytes() for frame in self.frames]
         key = media_key([picture_hash(width, height, one) for one in pixels], b"frames" if self.video else b"")
@@ -100,7 +107,8 @@ class ForcedSequence:
         prompt, media = list(self.tokens[: self.prompt + more]), []
         for shown in self.pictures:
             media.append(span := shown.in_request())
-            ids = iter(media_tokens(span.key, len(shown.span.places), video=shown.video))
+            places, audio = len(shown.span.places), shown.audio is not None
+            ids = iter(media_tokens(span.key, places, video=shown.video, audio=audio))
             for place in sorted(shown.span.places):
                 prompt[shown.start + place] = next(ids)
         return GenerateRequest(

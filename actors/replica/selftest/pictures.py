@@ -64,9 +64,9 @@ def faults(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE, followers: Follow
     assert vision is not None
     try:
         # The layers of a group compute only together.
-        before = _plain(loaded) if followers is None else {}
+        before = plain_logits(loaded) if followers is None else {}
         found = _PictureTest(loaded, vision, pieces, followers).faults()
-        if before and not found.alone and (changed := difference(before, _plain(loaded), rounding(loaded))):
+        if before and not found.alone and (changed := difference(before, plain_logits(loaded), rounding(loaded))):
             found.alone = f"after a picture, text is not computed as before: {changed}"
     except UnseenError as reason:
         found = Faults(alone=str(reason))
@@ -100,7 +100,7 @@ def fault_of_videos(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE, follower
     return found
 
 
-def _plain(loaded: LoadedModel) -> Logits:
+def plain_logits(loaded: LoadedModel) -> Logits:
     """Returns the logits of a text prompt with the model's own caches."""
     tokens = mx.array([[2, 3, 5, 7, 11, 13]], mx.uint32) % loaded.vocabulary_size
     logits = loaded.model(tokens, cache=make_prompt_cache(loaded.model))[0, -1]

@@ -1,4 +1,5 @@
-"""The samples of a self-test: pictures and videos of noise, prompts with them, and what mlx-vlm computes for these.
+"""The samples of a self-test: pictures, videos and audio of noise, prompts with them, and what mlx-vlm computes for
+these.
 
 Each picture or video is encoded as for a request, and then placed into a prompt's text. mlx-vlm gets whole prompts with
 whole pictures and videos. If the two differ, the model would get something else here than it was trained for.
@@ -19,8 +20,9 @@ from PIL import Image
 
 from ...model_files.processors import Video
 from ..device.device import as_numpy, multiplies_exactly
+from ..execution.audio import as_arrays
 from ..execution.followers import Followers
-from ..execution.language_inputs import SequencePart, SequencePictures
+from ..execution.language_inputs import ImageEmbeddings, SequencePart, SequencePictures
 from ..execution.levels import levels_of
 from ..execution.loaded_model import LoadedModel
 from ..execution.pieces import IN_ONE_PIECE, Pieces
@@ -39,13 +41,13 @@ class UnseenError(Exception):
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A picture or a video.
+    """A picture, a video or audio.
 
     Attributes:
         placeholder: what the chat template writes for it.
         text: what the processor writes in that place.
         shown: its spans; their places in a prompt are not known yet.
-        pictures, videos: what the processor gets; one of the two is empty.
+        pictures, videos, audio: what the processor gets; two of them are empty.
     """
 
     placeholder: str
@@ -53,6 +55,7 @@ class Exhibit:
     shown: Sequence[Shown]
     pictures: Sequence[Image.Image] = ()
     videos: Sequence[Video] = ()
+    audio: Sequence[np.ndarray] = ()
 
     @property
     def tokens(self) -> int:
@@ -116,6 +119,17 @@ class Exhibition:
             self._pieces.pause()
         return Exhibit(self.processor.video_placeholder, laid.text, shown, videos=[video])
 
+    def audio(self, samples: np.ndarray) -> Exhibit:
+        """Encodes audio, `(samples,) float32`. The model must take audio."""
+        encoder = self.vision.audio
+        assert encoder is not None
+        processor = encoder.processor
+        laid = processor.layout(samples.size)
+        embeddings = ImageEmbeddings(self._pieces.beside(lambda: encoder.encode(laid.span, samples)))
+        self._pieces.pause()
+        shown = Shown(0, laid.span, (), embeddings, audio=samples, audio_rate=processor.rate)
+        return Exhibit(processor.placeholder, laid.text, [shown], audio=[samples])
+
     def words(self, count: int) -> str:
         """Returns a text of about `count` tokens."""
         return _SENTENCE * max(1, round(count / len(self.processor.tokens(_SENTENCE))))
@@ -138,8 +152,9 @@ class Exhibition:
         placed = self.processor.tokens("".join(part.text if isinstance(part, Exhibit) else part for part in plan))
         pictures = [each for one in exhibits for each in one.pictures]
         videos = [each for one in exhibits for each in one.videos]
+        audio = [each for one in exhibits for each in one.audio]
         try:
-            given = self.processor.read(text, pictures, videos)
+            given = self._read(text, pictures, videos, audio)
             tokens = np.array(given.pop("input_ids")).reshape(-1).tolist()
         except Exception:
             if len(exhibits) == 1:
@@ -153,12 +168,20 @@ class Exhibition:
             at, here = at + len(each.span.tokens), here + len(each.span.tokens)
         return SeenPrompt(tokens, given, shown, len(exhibits) == 1)
 
+    def _read(
+        self, text: str, pictures: list[Image.Image], videos: list[Video], audio: list[np.ndarray]
+    ) -> dict[str, Any]:
+        if not audio:
+            return self.processor.read(text, pictures, videos)
+        assert self.processor.audio is not None and not videos
+        return self.processor.audio.read(text, audio, pictures)
+
     def sequence(self, prompt: SeenPrompt) -> ForcedSequence:
         """Returns a sequence with the prompt, forced along tokens of text."""
         draw, vocabulary = random.Random(1).randrange, self.loaded.vocabulary_size
         more = [draw(min(256, vocabulary // 2), vocabulary) for _ in range(MORE_TOKENS)]
         # The last token of a picture, or the one after it, may be special.
-        special = (self.processor.token, self.processor.video_token)
+        special = self.processor.tokens_of_media
         more = [token if token not in special else min(special) - 1 for token in more]
         return ForcedSequence([*prompt.tokens, *more], len(prompt.tokens), prompt.shown)
 
@@ -184,7 +207,7 @@ class Exhibition:
             return []
         model, ids = self.vision.model, mx.array([prompt.tokens])
         try:
-            given = {name: _as_arrays(value) for name, value in prompt.given.items() if name != "attention_mask"}
+            given = {name: as_arrays(value) for name, value in prompt.given.items() if name != "attention_mask"}
             marked = mx.array([self.processor.marked(prompt.tokens)])
             pixels, mask = given.pop("pixel_values", None), mx.ones(marked.shape, dtype=mx.int32)
             made = model.get_input_embeddings(marked, pixels, mask=mask, **given).to_dict()
@@ -277,12 +300,6 @@ def _find(span: Sequence[int], tokens: Sequence[int], at: int) -> int:
         if list(tokens[place : place + len(wanted)]) == wanted:
             return place
     raise UnseenError("inside a prompt its processor writes it differently than alone")
-
-
-def _as_arrays(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_as_arrays(each) for each in value]
-    return mx.array(value) if isinstance(value, np.ndarray) else value
 
 
 def _spread(level: mx.array, mask: mx.array) -> mx.array:

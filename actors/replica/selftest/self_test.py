@@ -33,7 +33,7 @@ from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..kv.paged_cache import Reads
 from ..loading.models import resealed
 from ..loading.quirks import positions_leak
-from . import pictures
+from . import audio, pictures
 from .forced_sequences import DRAWN, MORE_TOKENS, Faults, ForcedSequence, ForcedSequences, Logits, not_finite
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ WINDOW_MAX, PAST_WINDOW = 1100, 40
 OWN = "own"
 """Says that KV stays in the model's own caches, not in the pool."""
 
-_WHAT, _VERSION = "trial", 5
+_WHAT, _VERSION = "trial", 6
 """Increased whenever the self-test, or what it tests, changes."""
 
 
@@ -64,6 +64,7 @@ class Verdict:
         reuses: whether KV may be used again.
         blind: why a vision model gets no pictures; empty if it gets them, and for a text model.
         stills: why a model gets a video's frames as single pictures; empty if it gets videos, or no pictures.
+        no_audio: why a model whose processor takes audio gets none; empty if it gets it, and for other models.
         refusal: why it cannot be served at all; empty if it can.
         notes: what differs from the config, and why, a sentence each.
     """
@@ -75,6 +76,7 @@ class Verdict:
     unbatched: bool = False
     blind: str = ""
     stills: str = ""
+    no_audio: str = ""
     refusal: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -117,6 +119,8 @@ def prove(
     notes = [f"it does not support pictures: {blind}"] if blind else []
     if stills := proven.loaded.stills:
         notes = [f"videos are shown to it as single pictures: {stills}"]
+    if no_audio := proven.loaded.no_audio:
+        notes = [*notes, f"it does not support audio: {no_audio}"]
     return replace(proven, notes=[*proven.notes, *notes]) if notes else proven
 
 
@@ -152,6 +156,8 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
         loaded = replace(loaded, vision=None, blind=verdict.blind)
     if verdict.stills:
         loaded = replace(loaded, stills=verdict.stills)
+    if verdict.no_audio and loaded.vision is not None:
+        loaded = replace(loaded, vision=loaded.vision.without_audio(verdict.no_audio))
     return Proven(loaded, verdict.together, verdict.notes)
 
 
@@ -176,12 +182,13 @@ def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
     notes = [f"{variant.means}: otherwise {tried[place - 1][1].first}"] if place else []
     if loaded.unbatched:
         notes = ["decode is unbatched: its caches cannot be batched", *notes]
-    blind = stills = ""
+    blind = stills = no_audio = ""
     if loaded.vision is not None:
         variant, seen = _seen(variant, loaded, notes, pieces)
         blind = seen.alone
         if not blind:
             stills = pictures.fault_of_videos(variant.of(loaded), pieces)
+            no_audio = audio.fault_of_audio(variant.of(loaded), pieces)
             faults.together, faults.again = faults.together or seen.together, faults.again or seen.again
     if faults.together:
         notes = [*notes, f"sequences run one after the other: when batched, {faults.together}"]
@@ -200,6 +207,7 @@ def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
         unbatched=variant.unbatched,
         blind=blind,
         stills=stills,
+        no_audio=no_audio,
         notes=notes,
     )
 

@@ -314,7 +314,8 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
     text.
     """
     info = model.info
-    seen = ["image", "video"] if info.pictures else ["image"] if info.images.edits else []
+    pictures = ["image", "video"] if info.pictures else ["image"] if info.images.edits else []
+    seen = [*pictures, *(["audio"] if info.audio else [])]
     return {
         "id": info.name,
         "object": "model",

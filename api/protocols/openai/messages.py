@@ -24,7 +24,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from ....cluster.errors import InvalidRequest, quoted
-from ...media.sources import PictureSource, VideoSource, detail_of
+from ...media.sources import AudioSource, MediaSource, PictureSource, VideoSource, detail_of
 from ...requests.documents import cannot_be_read, words_of
 from ...requests.left_out import LeftOut, MessageList, newest_said
 from ...requests.options import WHOLE, invalid_at, position
@@ -34,9 +34,8 @@ _PICTURE_KEYS = {"image_url": ("image_url",), "input_image": ("image_url",), "im
 _VIDEO_KEYS = {"video_url": ("video_url",), "video": ("video", "url", "video_url")}
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT = ("text", "input_text", "output_text")
+_AUDIO_KEYS = {"audio_url": ("audio_url",), "audio": ("audio", "url", "audio_url")}
 _UNSUPPORTED = {
-    "input_audio": "audio",
-    "audio": "audio",
     "file": "files other than text",
     "input_file": "files other than text",
     "document": "documents other than text",
@@ -243,10 +242,10 @@ class _Content:
             elif (read := self._read(part, place)) is not None:
                 content.append(read)
         self.content: str | list[Any] = "".join(map(str, content))
-        if any(isinstance(part, PictureSource | VideoSource) for part in content):
+        if any(isinstance(part, MediaSource) for part in content):
             self.content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
 
-    def _read(self, part: Any, where: str) -> PictureSource | VideoSource | str | None:
+    def _read(self, part: Any, where: str) -> MediaSource | str | None:
         """Returns a medium, or a part as text; None for a part that is left out."""
         if not isinstance(part, dict):
             raise wrong(where, "must be an object with a type")
@@ -295,8 +294,8 @@ class MediaOptions(BaseModel):
     max_pixels: Whole | None = None
 
 
-def media_part(part: dict[str, Any], where: str) -> PictureSource | VideoSource | None:
-    """Returns the picture or video in a part of a message's content; None if it is of another type.
+def media_part(part: dict[str, Any], where: str) -> MediaSource | None:
+    """Returns the picture, video or audio in a part of a message's content; None if it is of another type.
 
     Raises:
         InvalidRequest: its form is wrong, or it has an unknown option; `param` is the place.
@@ -306,7 +305,33 @@ def media_part(part: dict[str, Any], where: str) -> PictureSource | VideoSource 
         return None
     if kind in _PICTURE_KEYS:
         return _picture(part, _PICTURE_KEYS[kind], where)
+    if kind in _AUDIO_KEYS:
+        value, _, place = _named(part, _AUDIO_KEYS[kind], (), where, ignored=("format",))
+        return AudioSource(where, _url(value, place), url_where=place)
+    if kind == "input_audio":
+        return input_audio(part, where)
     return _video(part, _VIDEO_KEYS[kind], where) if kind in _VIDEO_KEYS else None
+
+
+def input_audio(part: dict[str, Any], where: str) -> AudioSource:
+    """Returns the audio in a part with its data and format, as chat completions and responses have it.
+
+    Raises:
+        InvalidRequest: its form is wrong; `param` is the place.
+    """
+    place, given = f"{where}.input_audio", part.get("input_audio")
+    if not isinstance(given, dict):
+        raise wrong(place, "must be an object with data and format")
+    _check_known(part, (*_BESIDE, "input_audio"), (), where)
+    _check_known(given, ("data", "format"), (), place)
+    data, form = given.get("data"), given.get("format")
+    if not isinstance(data, str) or not data:
+        raise wrong(f"{place}.data", "must be base64")
+    if not isinstance(form, str) or not form:
+        raise wrong(f"{place}.format", "must be the name of a format")
+    # Some clients write a whole URL.
+    url = data if data[:5].lower() == "data:" else f"data:;base64,{data}"
+    return AudioSource(where, url, form, url_where=f"{place}.data")
 
 
 def _video(part: dict[str, Any], keys: tuple[str, ...], where: str) -> VideoSource:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....cluster.errors import InvalidRequest, quoted
-from ...media.sources import PictureSource, detail_of
+from ...media.sources import AudioSource, PictureSource, detail_of
 from ...requests.documents import cannot_be_read, words_of
 from ...requests.left_out import LeftOut
 from ...requests.request_body import string_of, wrong
+from ..openai.messages import input_audio
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _UNSUPPORTED = {
     "input_file": "files other than text are",
-    "input_audio": "audio is",
     "computer_screenshot": "screenshots are",
     "document": "documents other than text are",
 }
@@ -23,11 +23,11 @@ _UNSUPPORTED = {
 def read_content(
     value: Any, where: str, left_out: LeftOut | None, *, pictures: bool = False, joint: str = "\n"
 ) -> str | list[Any]:
-    """Returns the text of text parts; with pictures, a list of parts.
+    """Returns the text of text parts; with pictures or audio, a list of parts.
 
     Args:
         left_out: gets the types of unsupported parts; None refuses them.
-        pictures: whether pictures are allowed.
+        pictures: whether pictures and audio are allowed.
         joint: the separator between two texts.
 
     Raises:
@@ -44,7 +44,7 @@ def read_content(
             parts[-1] += f"{joint}{read}"
         elif read is not None:
             parts.append(read)
-    if not any(isinstance(part, PictureSource) for part in parts):
+    if not any(isinstance(part, PictureSource | AudioSource) for part in parts):
         return parts[0] if parts else ""
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
@@ -56,7 +56,9 @@ def read_text(value: Any, where: str, left_out: LeftOut | None, *, joint: str = 
     return text
 
 
-def _part(part: Any, where: str, left_out: LeftOut | None, *, pictures: bool) -> str | PictureSource | None:
+def _part(
+    part: Any, where: str, left_out: LeftOut | None, *, pictures: bool
+) -> str | PictureSource | AudioSource | None:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):
         raise wrong(where, "must be an object with a type")
@@ -64,6 +66,8 @@ def _part(part: Any, where: str, left_out: LeftOut | None, *, pictures: bool) ->
         return string_of(part, "refusal" if kind == "refusal" else "text", where)
     if kind == "input_image" and pictures:
         return _picture(part, where)
+    if kind == "input_audio" and pictures:
+        return input_audio(part, where)
     if (words := words_of(part, where)) is not None:
         return words
     if left_out is not None:
@@ -71,7 +75,12 @@ def _part(part: Any, where: str, left_out: LeftOut | None, *, pictures: bool) ->
         return cannot_be_read(part) if kind in _UNSUPPORTED else None
     if kind in _UNSUPPORTED:
         raise InvalidRequest(f"{where}: {_UNSUPPORTED[kind]} not supported", param=where)
-    known: Sequence[str] = ("input_text", "output_text", "refusal", *(("input_image",) if pictures else ()))
+    known: Sequence[str] = (
+        "input_text",
+        "output_text",
+        "refusal",
+        *(("input_image", "input_audio") if pictures else ()),
+    )
     raise wrong(f"{where}.type", f"is {quoted(kind)}; possible here are {', '.join(known)}")
 
 

@@ -18,7 +18,8 @@ import httpx
 import pytest
 from PIL import Image, ImageDraw
 
-from satchel.actors.model_files.processors import PictureLayout, PictureProcessor
+from satchel.actors.model_files.media_layouts import MediaLayout
+from satchel.actors.model_files.processors import PictureProcessor
 from satchel.actors.protocol.media_ids import FIRST_MEDIA_TOKEN, media_tokens_in, picture_hash
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.api.app import create_app
@@ -220,7 +221,7 @@ def test_layouts_are_made_one_at_a_time(folder: Path, monkeypatch: pytest.Monkey
     processor = PictureProcessor.load(folder)
     original, running, made = processor._layout, Lock(), list[int]()
 
-    def slow(width: int, height: int) -> PictureLayout:
+    def slow(width: int, height: int) -> MediaLayout:
         assert running.acquire(blocking=False), "another one is being made"
         made.append(width)
         time.sleep(0.02)
@@ -264,7 +265,10 @@ async def test_an_assistant_says_no_pictures(
     )
     answer = await client.post("/v1/chat/completions", json={"messages": messages[1:], "model": "other"})
     assert "this model does not support" in answer.json()["error"]["message"]
-    sound = {"role": "assistant", "content": [{"type": "input_audio"}]}
+    sound = {
+        "role": "assistant",
+        "content": [{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}],
+    }
     answer = await client.post("/v1/chat/completions", json={"messages": [sound]})
     assert "this model does not support audio" in answer.json()["error"]["message"]
     assert not backend.requests

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
-from satchel.api.media.sources import Picture, PictureSource, VideoSource, check_urls
+from satchel.api.media.sources import AudioSource, MediaSource, Picture, PictureSource, VideoSource, check_urls
 from satchel.api.protocols.openai.messages import media_part
 from satchel.cluster.errors import InvalidRequest
 
 HERE = "messages[2].content[0]"
 URL = "https://example.com/cat.png"
 
+MP3 = "data:audio/mp3;base64,AA=="
 
-def read(part: dict[str, Any]) -> PictureSource | VideoSource | None:
+
+def read(part: dict[str, Any]) -> MediaSource | None:
     source = media_part(part, HERE)
     if source is not None:
         check_urls(source)
@@ -64,12 +66,17 @@ def read(part: dict[str, Any]) -> PictureSource | VideoSource | None:
             ),
         ),
         ({"type": "text", "text": "hi"}, None),
-        ({"type": "input_audio"}, None),
+        (
+            {"type": "input_audio", "input_audio": {"data": "AA==", "format": "mp3"}},
+            AudioSource(HERE, "data:;base64,AA==", "mp3"),
+        ),
+        ({"type": "audio_url", "audio_url": {"url": MP3}}, AudioSource(HERE, MP3)),
+        ({"type": "audio", "audio": {"url": MP3, "format": "mp3"}}, AudioSource(HERE, MP3)),
         ({"type": ["image"]}, None),
         ({}, None),
     ],
 )
-def test_every_form_names_its_source(part: dict[str, Any], source: PictureSource | VideoSource | None) -> None:
+def test_every_form_names_its_source(part: dict[str, Any], source: MediaSource | None) -> None:
     assert read(part) == source
 
 

@@ -28,6 +28,7 @@ from satchel.api.media.pixels import Undecodable
 from satchel.api.media.sources import Picture, PictureSource, VideoSource
 from satchel.api.media.video import Deadline, FrameSampler, FrameSampling, decode_video, evenly
 from satchel.api.media.video_worker import _check_whole
+from satchel.api.media.worker_process import START_S
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Media
 from satchel.cluster.errors import InvalidRequest
@@ -184,7 +185,7 @@ def test_a_film_that_is_damaged_too_large_or_too_slow_is_refused(film: bytes, mo
     for command in ("import time; time.sleep(600)", "import os; os.abort()"):
         monkeypatch.setattr(video_decode, "_worker", lambda sampling, command=command: ["-c", command])
         with pytest.raises(Undecodable, match="too much time or memory"):
-            decode_video(film, limited(timeout_s=0.5 - video_decode._WORKER_START_S))
+            decode_video(film, limited(timeout_s=0.5 - START_S))
 
 
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nhttp://127.0.0.1:%d/x\n"
@@ -198,9 +199,7 @@ def test_what_only_begins_like_a_film_is_read_as_nothing_else(
 ) -> None:
     """FFmpeg read such a file as a session description, and opened ports for the host in it. It must not, even if the
     worker cannot leave the network."""
-    stays = (
-        "from satchel.api.media import video_worker; video_worker._leave_network = lambda: None; video_worker.main()"
-    )
+    stays = "from satchel.api.media import video_worker; video_worker.leave_network = lambda: None; video_worker.main()"
     usual = video_decode._worker
     monkeypatch.setattr(video_decode, "_worker", lambda sampling: ["-c", stays, usual(sampling)[-1]])
     opened: set[Any] = set()
@@ -221,8 +220,8 @@ def test_the_worker_reaches_nobody(tmp_path: Path) -> None:
     """Not even this machine. It also does not have its parent's environment."""
     program = """
 import socket
-from satchel.api.media.video_worker import _leave_network
-_leave_network()
+from satchel.api.media.worker_process import leave_network
+leave_network()
 try:
     socket.create_connection(("127.0.0.1", {port}), timeout=5)
 except OSError as error:

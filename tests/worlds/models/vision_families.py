@@ -71,6 +71,7 @@ class Family:
         video: what its template writes for a video.
         sizes: further names of the vocabulary's size.
         ids: of tokens whose ids mlx-vlm has in its code.
+        audio: what its template writes for audio.
     """
 
     def __init__(
@@ -83,9 +84,10 @@ class Family:
         video: str = "",
         sizes: tuple[str, ...] = (),
         ids: dict[str, int] | None = None,
+        audio: str = "",
     ) -> None:
         self.tokens, self.placeholder, self.config, self.files = tokens, placeholder, config, files
-        self.names, self.video, self.sizes, self.ids = names or {}, video, sizes, ids or {}
+        self.names, self.video, self.sizes, self.ids, self.audio = names or {}, video, sizes, ids or {}, audio
 
 
 _VISION_FOR_QWEN: dict[str, Any] = {
@@ -307,7 +309,7 @@ def _write_tokenizer(folder: Path, kind: Family) -> dict[str, int]:
         json.dumps({**settings, **kind.names, "extra_special_tokens": kind.names})
     )
     (folder / "chat_template.jinja").write_text(
-        TEMPLATE.replace("PLACEHOLDER", kind.placeholder).replace("VIDEO", kind.video)
+        TEMPLATE.replace("PLACEHOLDER", kind.placeholder).replace("VIDEO", kind.video).replace("AUDIO", kind.audio)
     )
     return _known(added)
 
@@ -320,7 +322,8 @@ TEMPLATE = (
     "{%- for message in messages -%}<|im_start|>{{ message.role }}\n"
     "{%- if message.content is string -%}{{ message.content }}"
     "{%- else -%}{%- for part in message.content -%}"
-    "{%- if part.type == 'image' -%}PLACEHOLDER{%- elif part.type == 'video' -%}VIDEO{%- else -%}{{ part.text }}"
+    "{%- if part.type == 'image' -%}PLACEHOLDER{%- elif part.type == 'video' -%}VIDEO"
+    "{%- elif part.type == 'audio' -%}AUDIO{%- else -%}{{ part.text }}"
     "{%- endif -%}"
     "{%- endfor -%}{%- endif -%}<|im_end|>\n{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"

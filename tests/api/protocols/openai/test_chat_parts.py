@@ -115,7 +115,6 @@ async def test_what_is_text_is_shown_as_text(api, backend, part, words):
             "files other",
         ),
         ({"type": "file", "file": {"filename": "a.pdf", "file_id": "f"}}, "files other"),
-        ({"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}, "support audio"),
     ],
 )
 async def test_a_file_that_cannot_be_read_is_refused_once_and_ends_no_conversation(api, backend, part, why):

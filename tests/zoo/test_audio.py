@@ -1,0 +1,52 @@
+"""Types that take audio compute with it what mlx-vlm does, and those that cannot are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.replica.loading import models
+from satchel.actors.replica.selftest.audio import fault_of_audio
+from tests.worlds.models.vision_families import write_model
+
+from . import vision_types
+from .audio_types import AUDIO, write
+
+LONG_S = {"gemma4": 29, "gemma4_unified": 29, "nemotron_h_nano_omni": 60}
+"""Seconds of audio that a type takes."""
+
+DROPPED_S = {"gemma4": 31, "gemma4_unified": 31}
+"""Seconds of audio whose end its processor drops."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AUDIO)
+def test_a_type_takes_audio(name: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / name, name)
+    loaded = models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, kv="fp16")
+    assert loaded.media["audio"] and loaded.vision is not None and loaded.vision.audio is not None
+    processor = loaded.vision.audio.processor
+    short, long = (len(processor.layout(seconds * processor.rate).span.places) for seconds in (1, LONG_S[name]))
+    assert long > 0.9 * LONG_S[name] * short
+    if name in DROPPED_S:
+        with pytest.raises(ValueError, match="it drops the end"):
+            processor.layout(DROPPED_S[name] * processor.rate)
+    assert fault_of_audio(loaded) == ""
+
+
+def test_a_model_without_an_encoder_of_audio_takes_none_though_its_processor_does(tmp_path: Path) -> None:
+    processor = PictureProcessor.load(vision_types.write(tmp_path / "gemma4", "gemma4"))
+    assert (processor.audio, processor.no_audio) == (None, "")
+
+
+def test_a_model_whose_template_has_no_place_for_audio_is_refused_by_name(tmp_path: Path) -> None:
+    folder = vision_types.write(tmp_path / "gemma4_unified", "gemma4_unified")
+    processor = PictureProcessor.load(folder)
+    assert (processor.audio, processor.no_audio) == (None, "its chat template has no place for audio")
+
+
+def test_a_model_of_pictures_alone_says_nothing_of_audio(tmp_path: Path) -> None:
+    processor = PictureProcessor.load(write_model(tmp_path / "qwen3_vl", "qwen3_vl"))
+    assert (processor.audio, processor.no_audio) == (None, "")
