@@ -111,9 +111,9 @@ class Generator:
         listed = [model for model in await self.backend.listed() if caller.may_use(model.name)]
         if (found := next((one for one in listed if name in (one.name, *one.aliases)), None)) is not None:
             return found
-        if listed and (any_model or not name):
-            return first_of_text(listed, await self.backend.models())
-        raise ModelNotFound(f"the model {quoted(name)} does not exist", param="model", model=name)
+        if not listed or (name and not any_model):
+            raise ModelNotFound(f"the model {quoted(name)} does not exist", param="model", model=name)
+        return first_of_text(listed, await self.backend.models())
 
     async def served(
         self,
@@ -162,8 +162,7 @@ class Generator:
             InvalidRequest, ModelLoadError: it makes images, and no text; or its tokenizer does not load.
         """
         check_makes_text(model)
-        key = (model.info.folder, model.info.files_id)
-        task = self._texts.get(key)
+        task = self._texts.get(key := (model.info.folder, model.info.files_id))
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = asyncio.create_task(asyncio.to_thread(self._load, model))
             self._texts[key] = task
