@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from ...cluster.errors import InvalidRequest, UnsupportedMediaType
@@ -41,7 +41,7 @@ def parse_form(content_type: str, data: bytes | bytearray) -> Form:
         parser = MultipartParser(options[b"boundary"], parts.callbacks)
         parser.write(bytes(data))
         parser.finalize()
-    except MultipartParseError as error:
+    except FormParserError as error:
         raise InvalidRequest(f"the form is malformed: {error}") from error
     if not parts.ended:
         raise InvalidRequest("the form is cut off")

@@ -255,7 +255,7 @@ def load_part(
         few_rows_check.install(opened.language, found)
         if installed and spec.policy is not None:
             known = Findings(trials, identity(multiplied).model_id)
-            way = replace(fastest(model, spec, context, known), drafts=False)
+            way = replace(fastest(model, spec, context, known, whole=False), drafts=False)
     loaded = LoadedModel(
         model=model,
         folder=folder,

@@ -53,7 +53,9 @@ def prove_group(
         return Proven(loaded, notes=["its self-test was skipped (self_test: false)"])
     if model.source.startswith("embedded:") and not on_gpu():
         return Proven(loaded)
-    findings, what = Findings(known, loaded.model_id), f"divided, {layers}"
+    # What a load lacks, such as a processor of pictures, was not tested.
+    what = f"divided, {layers}{'' if loaded.vision is None else ', pictures'}"
+    findings = Findings(known, loaded.model_id)
     found = findings.read(what, _VERSION)
     if isinstance(found, dict) and {"alone", "together", "again"} <= found.keys() <= asdict(GroupVerdict()).keys():
         verdict = GroupVerdict(**found)

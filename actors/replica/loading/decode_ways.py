@@ -58,6 +58,8 @@ def fastest(
     findings: Findings = NOWHERE,
     pieces: Pieces = IN_ONE_PIECE,
     tried: Tried = nobody,
+    *,
+    whole: bool = True,
 ) -> DecodeWay:
     """Tests the ways of this device, or takes what an earlier load found. Failed tests are logged.
 
@@ -66,6 +68,8 @@ def fastest(
         findings: of this model with KV of this spec.
         pieces: a piece ends after each step of a test, and after each layer of a prompt.
         tried: is told each way that is tested now.
+        whole: False for a part of a divided model. It computes no residual sums with norms: a stage needs the sums
+            themselves, and shares must decode in one way, which a test of the time may decide differently.
     """
     if on_gpu() and kernels_wanted() is False:
         # Not stored: the variable may be gone at the next load.
@@ -83,7 +87,7 @@ def fastest(
     if kernels:
         # A kernel can end the process. What it leaves is read at the next load.
         findings.note(_TRYING, _VERSION, tries + 1)
-    found = _found(model, spec, context_tokens, pieces, tried)
+    found = _found(model, spec, context_tokens, pieces, tried, whole)
     if kernels:
         findings.note(_TRYING, _VERSION, 0)
     if _FAILS not in found.reason:
@@ -114,7 +118,9 @@ def _known(found: Any) -> DecodeWay | None:
     return None
 
 
-def _found(model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces, tried: Tried) -> DecodeWay:
+def _found(
+    model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces, tried: Tried, whole: bool
+) -> DecodeWay:
     wanted = Reads.KERNEL if gpu_kernels.is_available() else Reads.IN_PLACE
     if on_gpu() and wanted is not Reads.KERNEL:
         return DecodeWay(Reads.DEQUANTIZED, reason="this device has no kernels")
@@ -135,9 +141,9 @@ def _found(model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces
     if reason:
         logger.warning("decode steps are not compiled: %s", reason)
         return DecodeWay(wanted, reason=reason, drafts=drafts)
-    sums = ResidualSums(model)
-    reason = "it has none of the kinds that are known"
-    if not sums.is_empty:
+    sums = ResidualSums(model) if whole else None
+    reason = "it has none of the kinds that are known" if whole else "it is a part of a model"
+    if sums is not None and not sums.is_empty:
         reason, summed_drafts = _why_not_compiled(model, spec, context_tokens, pieces, tried, deferral, sums)
         drafts = drafts if reason else summed_drafts
     if reason:

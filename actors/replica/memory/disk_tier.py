@@ -178,7 +178,8 @@ class Brings(Protocol):
 
 class DiskTier:
     """Writes and reads the KV of one model and of its adapters. `accepts`, `withdraw` and `write` are for the engine's
-    thread; `load`, `look`, `pull` and `read` block, and are for any thread but an event loop's.
+    thread; `load`, `look`, `pull` and `read` block, and are for any thread but an event loop's. If nobody has the tier
+    any more, what still waits is not written.
 
     Attributes:
         others: makes KV of the model out of KV of others; None for nothing.

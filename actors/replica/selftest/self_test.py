@@ -133,13 +133,15 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
     if source.startswith("embedded:") and not on_gpu():
         return Proven(loaded)
     findings = Findings(known, loaded.model_id)
-    verdict = _verdict(findings.read(_WHAT, _VERSION))
+    # What a load lacks, such as a processor of audio, was not tested.
+    what = f"{_WHAT}{_media_of(loaded)}"
+    verdict = _verdict(findings.read(what, _VERSION))
     if verdict is None:
         progress(f"testing {source}", None)
         began = pieces.now_s()
         verdict = _try(loaded, findings, pieces)
         logger.info("the self-test of %s took %.1f s", source, pieces.now_s() - began)
-        findings.note(_WHAT, _VERSION, asdict(verdict))
+        findings.note(what, _VERSION, asdict(verdict))
     if verdict.refusal:
         raise ModelLoadError(f"{source} cannot be served: {verdict.refusal}")
     for note in verdict.notes:
@@ -159,6 +161,10 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
     if verdict.no_audio and loaded.vision is not None:
         loaded = replace(loaded, vision=loaded.vision.without_audio(verdict.no_audio))
     return Proven(loaded, verdict.together, verdict.notes)
+
+
+def _media_of(loaded: LoadedModel) -> str:
+    return "".join(f", {medium}" for medium in ("pictures", "audio") if loaded.media[medium])
 
 
 def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
@@ -188,7 +194,7 @@ def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
         blind = seen.alone
         if not blind:
             stills = pictures.fault_of_videos(variant.of(loaded), pieces)
-            no_audio = audio.fault_of_audio(variant.of(loaded), pieces)
+            no_audio = audio.fault_of_audio(variant.of(loaded), pieces) if loaded.vision.audio is not None else ""
             faults.together, faults.again = faults.together or seen.together, faults.again or seen.again
     if faults.together:
         notes = [*notes, f"sequences run one after the other: when batched, {faults.together}"]

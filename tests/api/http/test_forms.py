@@ -1,0 +1,51 @@
+"""What is a form, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from satchel.api.http.forms import FIELD_BYTES_MAX, PARTS_MAX, parse_form
+from satchel.cluster.errors import InvalidRequest, UnsupportedMediaType
+
+FILE = b'content-disposition: form-data; name="image[]"; filename="a.png"\r\ncontent-type: image/png\r\n\r\n'
+FIELD = b'content-disposition: form-data; name="prompt"\r\n\r\n'
+
+
+def form(*parts: bytes, boundary: bytes = b"b", end: bytes = b"--\r\n") -> bytes:
+    return b"".join(b"--" + boundary + b"\r\n" + part + b"\r\n" for part in parts) + b"--" + boundary + end
+
+
+def test_texts_and_files_are_told_apart_and_keep_their_order():
+    parts = FIELD + "größer".encode(), FILE + b"\x00\r\n--c\xff", FILE + b"second"
+    made = parse_form("multipart/form-data; boundary=b", form(*parts))
+    assert made.fields == {"prompt": "größer"} and made.files == {"image[]": [b"\x00\r\n--c\xff", b"second"]}
+
+
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "multipart/mixed; boundary=b", ""])
+def test_what_is_no_form_is_a_415(kind: str):
+    with pytest.raises(UnsupportedMediaType):
+        parse_form(kind, form(FIELD + b"x"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no form at all",
+        form(FIELD + b"cut off")[:-6],
+        form(FIELD + b"cut off", end=b""),
+        form(FIELD + b"\xff"),
+        form(*[FIELD + b"x"] * (PARTS_MAX + 1)),
+        form(FIELD + b"x" * (FIELD_BYTES_MAX + 1)),
+    ],
+    ids=["empty", "words", "cut", "without an end", "no UTF-8", "many parts", "long text"],
+)
+def test_a_malformed_form_is_a_400(data: bytes):
+    with pytest.raises(InvalidRequest):
+        parse_form("multipart/form-data; boundary=b", data)
+
+
+@pytest.mark.parametrize("boundary", ["b" * 300, "é"])
+def test_so_is_one_with_a_boundary_that_no_client_writes(boundary: str):
+    with pytest.raises(InvalidRequest):
+        parse_form(f"multipart/form-data; boundary={boundary}", form(FIELD + b"x", boundary=boundary.encode()))
