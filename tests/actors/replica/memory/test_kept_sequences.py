@@ -353,7 +353,9 @@ def test_what_recurrent_layers_had_at_the_prompt_s_end_is_kept(tmp_path: Path, n
     write_down(bench, disk)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow), "nemotron_h"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_next", "nemotron_h"))]
+)
 def test_a_sequence_that_is_sent_back_while_it_speaks_goes_on_where_it_was(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -82,6 +82,7 @@ def test_a_model_is_pulled_once_and_then_listed(machine: Machine, hub: Hub) -> N
     assert not hub.bodies
 
 
+@pytest.mark.slow
 def test_after_a_cut_connection_the_same_command_continues(machine: Machine, hub: Hub) -> None:
     """The Hub is gone after the cut, so the command fails; the next one asks only for the rest."""
     hub.cut_after, hub.gone_after_cut = PIECE + 1000, True
