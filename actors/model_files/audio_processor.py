@@ -61,8 +61,8 @@ class AudioProcessor:
         logging.getLogger("transformers.models.whisper.feature_extraction_whisper").setLevel(logging.ERROR)
         self.placeholder, self._added, self._edges = placeholder, added, edges
         self._parameter = _parameter_of(processor)
-        self._layouts: LRUCache[int, MediaLayout] = LRUCache(_LAYOUTS_KEPT)
-        self._lock = Lock()
+        self._layouts: LRUCache[int, MediaLayout | str] = LRUCache(_LAYOUTS_KEPT)
+        self._lock, self._making = Lock(), Lock()
         if not placeholder.strip():
             raise Unfit("its chat template has no place for audio")
         pad_with_end(self._tokenizer)
@@ -77,13 +77,23 @@ class AudioProcessor:
         Raises:
             ValueError: it is too short, or the processor drops its end; the message is the end of a sentence.
         """
-        with self._lock:
-            if (known := self._layouts.get(samples)) is not None:
-                return known
-        made = self._layout(samples)
-        with self._lock:
-            self._layouts[samples] = made
+        if (made := self._known(samples)) is None:
+            # One at a time: processing long audio takes hundreds of megabytes.
+            with self._making:
+                if (made := self._known(samples)) is None:
+                    try:
+                        made = self._layout(samples)
+                    except ValueError as refusal:
+                        made = str(refusal)
+                    with self._lock:
+                        self._layouts[samples] = made
+        if isinstance(made, str):
+            raise ValueError(made)
         return made
+
+    def _known(self, samples: int) -> MediaLayout | str | None:
+        with self._lock:
+            return self._layouts.get(samples)
 
     def inputs(self, samples: np.ndarray) -> dict[str, Any]:
         """Returns the encoder's inputs for audio, `(samples,) float32`, by name. Shapes and dtypes are the

@@ -385,7 +385,7 @@ class Generator:
         if not found:
             return request, []
         sources, spared = zip(*found, strict=True)
-        loaded = await self.loader.load_all(sources, spared, audio_rate=audio.rate if audio is not None else 0)
+        loaded = await self.loader.load_all(sources, spared, audio=audio)
         unread = {number for number, frames in enumerate(loaded) if not frames}
         if unread:
             told = await asyncio.to_thread(without_unread, request.messages, unread, request.left_out)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import httpx
@@ -13,6 +16,7 @@ import openai
 import pytest
 
 from satchel.actors.model_files.audio_processor import AudioProcessor
+from satchel.actors.model_files.media_layouts import MediaLayout
 from satchel.actors.protocol.media_ids import audio_hash, is_of_audio, is_of_video, media_tokens_in
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.api.app import create_app
@@ -235,6 +239,34 @@ def test_a_processor_that_drops_the_end_refuses_long_audio(text_model: TextModel
         extractor.n_samples = usual
 
 
+def test_layouts_are_made_one_at_a_time_and_refusals_are_kept(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert text_model.pictures is not None and text_model.pictures.audio is not None
+    audio, running, made = text_model.pictures.audio, Lock(), list[int]()
+    original = audio._layout
+
+    def slow(samples: int) -> MediaLayout:
+        assert running.acquire(blocking=False), "another one is being made"
+        made.append(samples)
+        time.sleep(0.02)
+        running.release()
+        return original(samples)
+
+    def refusal(samples: int) -> str:
+        try:
+            audio.layout(samples)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    monkeypatch.setattr(audio, "_layout", slow)
+    with ThreadPoolExecutor(6) as threads:
+        refusals = [*threads.map(refusal, [30, 20_001, 31] * 2)]
+    assert refusals == ["is too short for the model's processor", "", "is too short for the model's processor"] * 2
+    assert sorted(made) == [30, 31, 20_001]
+
+
 async def test_models_without_audio_refuse_it_by_name(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     for model, why in (("text", ""), ("seeing", ""), ("failed", ": audio fails")):
         message = refused(await ask(client, input_audio(wav(A)), QUESTION, model=model))
@@ -267,11 +299,17 @@ async def test_earlier_audio_is_left_out_for_models_without_it(
 
 
 async def test_earlier_audio_that_cannot_be_read_is_left_out(client: httpx.AsyncClient, backend: FakeBackend) -> None:
-    for part in (input_audio(b"hello"), input_audio(wav(A), "aac"), input_audio(wav(A[:-4000])[:900])):
+    damaged = wav(A[:-4000])[:900]
+    for part in (input_audio(b"hello"), input_audio(wav(A), "aac"), input_audio(damaged), input_audio(wav(A[:40]))):
         thread = [{"role": "user", "content": [part, QUESTION]}, {"role": "assistant", "content": "A tone."}]
         answer = await talk(client, *thread, {"role": "user", "content": "Sure?"})
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-satchel-left-out"] == "audio" and sent(backend)[1] == []
+
+
+async def test_audio_that_the_processor_refuses_is_named_where_it_is(client: httpx.AsyncClient) -> None:
+    answer = await ask(client, QUESTION, input_audio(wav(A[:1])))
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages[0].content[1]", answer.text
 
 
 async def test_an_assistant_has_no_audio(client: httpx.AsyncClient, backend: FakeBackend) -> None:
