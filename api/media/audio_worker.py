@@ -15,12 +15,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from .audio import RATE_MAX, AudioLimits, format_of
+from .audio import RATES, AudioLimits, decoded_rate, format_of, longest
 from .pixels import Undecodable
 from .video import Deadline
 from .worker_process import leave_network, limit_memory
 
-_RATES = (4_000, 768_000)
 _CHANNELS_MAX = 8
 _BYTES_MAX = 128 * 2**20
 _DAMAGED = "is damaged or cut off"
@@ -43,26 +42,27 @@ def read_audio(data: bytes, limits: AudioLimits) -> tuple[int, np.ndarray]:
         "flac": miniaudio.flac_get_info,
         "ogg": miniaudio.vorbis_get_info,
     }
-    deadline = Deadline(limits.timeout_s)
+    deadline, most = Deadline(limits.timeout_s), longest(data, limits)
+    limit_memory(_BYTES_MAX + 16 * most.samples)
     try:
         form = format_of(data)
         if form == "wav" and _misses_end(data):
             raise Undecodable(_DAMAGED)
         # MP3 has no header with a length: all frames are read for it.
         info = reads[form](data)
-        if not _RATES[0] <= info.sample_rate <= _RATES[1] or not 1 <= info.nchannels <= _CHANNELS_MAX:
+        if not RATES[0] <= info.sample_rate <= RATES[1] or not 1 <= info.nchannels <= _CHANNELS_MAX:
             raise Undecodable(f"has {info.nchannels} channels with {info.sample_rate} samples a second")
-        rate = min(info.sample_rate, RATE_MAX)
-        most = int(limits.seconds_max * rate)
+        rate = decoded_rate(info.sample_rate)
         if form != "wav" and info.num_frames > limits.seconds_max * info.sample_rate:
             raise _too_long(limits)
-        limit_memory(_BYTES_MAX + 16 * min(most, len(data) * 64))
         pieces, count = [], 0
         for piece in _pieces(data, info.nchannels, rate):
             deadline.check()
             count += piece.size
-            if count > most:
+            if count > limits.seconds_max * rate:
                 raise _too_long(limits)
+            if count > most.samples:
+                raise Undecodable(_DAMAGED)
             pieces.append(piece)
     except miniaudio.MiniaudioError:
         raise Undecodable(_DAMAGED) from None

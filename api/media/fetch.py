@@ -22,7 +22,7 @@ from cachetools import LRUCache
 from ...actors.model_files.audio_processor import AudioProcessor
 from ...cluster.config import Media
 from ...cluster.errors import InvalidRequest, SatchelError, Unavailable, quoted
-from .audio import FORMATS, RATE_MAX, AudioLimits, decode_audio
+from .audio import FORMATS, AudioLimits, decode_audio, longest
 from .files import Unreadable, data_url, read_file
 from .pixels import Shown, Undecodable, decode, measure
 from .sources import Audio, AudioSource, MediaSource, Picture, PictureSource, VideoSource, check_urls
@@ -221,10 +221,11 @@ class PictureLoader:
         rate, limits = processor.rate, AudioLimits(self._limits.audio_seconds_max, self._limits.timeout_s)
 
         async def decoded(data: bytes) -> Sequence[Loaded]:
-            # A byte of a file becomes at most some 50 samples: MP3 with 8 kbit/s.
-            most = min(int(limits.seconds_max * RATE_MAX), 64 * len(data))
-            async with self._shelf.room(4 * (most + int(limits.seconds_max * rate))):
-                audio = await self._videos.run(most, decode_audio, data, rate, limits)
+            most = longest(data, limits)
+            if (wanted := most.bytes_at(rate)) > self._limits.held_bytes_max:
+                raise Undecodable(f"may need {wanted} bytes of memory, more than media.held_bytes_max")
+            async with self._shelf.room(wanted):
+                audio = await self._videos.run(most.samples, decode_audio, data, rate, limits)
                 self._shelf.hold([audio])
             return [audio]
 

@@ -20,20 +20,23 @@ from satchel.actors.model_files.media_layouts import MediaLayout
 from satchel.actors.protocol.media_ids import audio_hash, is_of_audio, is_of_video, media_tokens_in
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.api.app import create_app
-from satchel.api.media.audio import AudioLimits, decode_audio, format_of
+from satchel.api.media.audio import AudioLimits, _converted, decode_audio, decoded_rate, format_of, longest
+from satchel.api.media.fetch import PictureLoader
 from satchel.api.media.pixels import Undecodable
 from satchel.api.media.prompt import Medium, referred, with_references
-from satchel.api.media.sources import Audio
+from satchel.api.media.sources import Audio, AudioSource
+from satchel.api.media.video import Deadline
 from satchel.api.requests.requests import ChatRequest, Past, prepare_chat
 from satchel.api.requests.unsupported_media import WORDS
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.cluster.config import Config, Media
+from satchel.cluster.config import Config, Media, parse_config
+from satchel.cluster.errors import ConfigError, InvalidRequest
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.remembering import Remembering
 from tests.worlds.api.served_models import served_model
 from tests.worlds.models.vision_families import write_model
 from tests.worlds.pictures import red_circle
-from tests.worlds.sounds import audio_url, input_audio, tone, wav
+from tests.worlds.sounds import audio_url, input_audio, silent_flac, tone, wav
 from tests.zoo.vision_types import write
 
 LIMITS = AudioLimits(seconds_max=20.0, timeout_s=30.0)
@@ -204,6 +207,82 @@ def test_decoded_samples_are_mlx_vlms(tmp_path: Path) -> None:
     ours = decode_audio(path.read_bytes(), 16_000, LIMITS)
     assert np.array_equal(np.frombuffer(ours.samples, "<f4"), load_audio(str(path), sr=16_000))
     assert ours.hash == audio_hash(16_000, ours.samples)
+
+
+def test_long_audio_of_another_rate_is_converted_as_mlx_vlm_does_it() -> None:
+    from mlx_audio.resample import resample_audio_array
+
+    noise = np.random.default_rng(1).integers(-20_000, 20_000, round(44_100 * 3.3), dtype=np.int16)
+    ours = decode_audio(wav(noise, 44_100), 16_000, LIMITS)
+    wanted = resample_audio_array(noise.astype(np.float32) / 32768, 44_100, 16_000)
+    assert np.array_equal(np.frombuffer(ours.samples, "<f4"), wanted)
+
+
+def test_unusual_rates_are_decoded_to_usual_ones() -> None:
+    assert [decoded_rate(rate) for rate in (8_000, 11_025, 44_100, 95_999, 384_000)] == [
+        8_000,
+        11_025,
+        44_100,
+        95_975,
+        96_000,
+    ]
+    assert abs(decode_audio(wav(tone(440, 1.0, 15_999), 15_999), 16_000, LIMITS).count - 16_000) <= 2
+    with pytest.raises(Undecodable, match="has 1 channels with 768000 samples a second"):
+        decode_audio(wav(tone(440, 0.1, 768_000), 768_000), 16_000, LIMITS)
+
+
+def test_conversion_has_a_time_limit() -> None:
+    deadline = Deadline(0.0)
+    with pytest.raises(Undecodable, match=r"takes longer than 0 s to decode \(media.timeout_s\)"):
+        _converted(np.zeros(8_000, np.float32), 8_000, 16_000, deadline)
+
+
+def test_flac_of_silence_is_decoded_though_it_is_small() -> None:
+    """599.8 s in 33 kB."""
+    limits = AudioLimits(seconds_max=600.0, timeout_s=30.0)
+    file = silent_flac(2343)
+    assert len(file) < 40_000 and longest(file, limits).samples == 2343 * 4096
+    audio = decode_audio(file, 16_000, limits)
+    assert audio.count == 2343 * 4096 and not any(audio.samples)
+
+
+def test_flac_with_other_lengths_than_it_states() -> None:
+    assert decode_audio(silent_flac(4, stated=0), 16_000, LIMITS).count == 4 * 4096, "it states none"
+    for stated in (4096, 5 * 4096):
+        with pytest.raises(Undecodable, match="is damaged or cut off"):
+            decode_audio(silent_flac(4, stated=stated), 16_000, LIMITS)
+    with pytest.raises(Undecodable, match=r"longer than 1 s"):
+        decode_audio(silent_flac(4, stated=0), 16_000, AudioLimits(seconds_max=1.0, timeout_s=30.0))
+
+
+def test_memory_is_reserved_for_what_a_file_may_have() -> None:
+    limits = AudioLimits(seconds_max=10_000.0, timeout_s=30.0)
+    assert longest(silent_flac(10), limits).bytes_at(16_000) == 2 * 4 * 40_960
+    assert longest(silent_flac(10, stated=0), limits).seconds == 10_000
+    file = wav(A)
+    assert longest(file, limits).samples == 2 * len(file)
+    ogg = b"OggS" + bytes(36) + struct.pack("<I", 8_000) + bytes(20) + b"OggS\0\4" + struct.pack("<Q", 80_000)
+    assert (longest(ogg, limits).seconds, longest(ogg, limits).samples) == (10, 80_000)
+    assert longest(b"hello", limits).bytes_at(16_000) == 0
+
+
+async def test_audio_that_never_fits_is_refused_by_name(text_model: TextModel) -> None:
+    assert text_model.pictures is not None and text_model.pictures.audio is not None
+    loader = PictureLoader(Media(audio_seconds_max=10.0, held_bytes_max=2_000_000))
+    sources = [
+        AudioSource(name, audio_url(silent_flac(8, stated))["audio_url"]["url"])
+        for name, stated in (("a", 0), ("b", None))
+    ]
+    with pytest.raises(InvalidRequest, match=r"^a may need \d+ bytes of memory, more than media\.held_bytes_max$"):
+        await loader.load_audio(sources[0], text_model.pictures.audio)
+    assert (await loader.load_audio(sources[1], text_model.pictures.audio)).count == 8 * 4096
+    await loader.close()
+
+
+def test_a_config_with_no_room_for_its_longest_audio_is_refused() -> None:
+    model = {"name": "a", "source": "b"}
+    with pytest.raises(ConfigError, match=r"media: .*audio_seconds_max of 90000 s needs a held_bytes_max of at least"):
+        parse_config({"models": [model], "media": {"audio_seconds_max": 90_000}})
 
 
 def test_mp3_is_decoded() -> None:
