@@ -18,7 +18,7 @@ from cachetools import LRUCache
 from PIL import Image
 
 from ..patches import pad_with_end
-from .media_layouts import MediaLayout, SpanLayout, Unfit, token_ids
+from .media_layouts import NOT_FOR_THE_MODEL, MediaLayout, SpanLayout, Unfit, token_ids
 
 RATE = 16_000
 """Samples a second, if the processor states nothing else."""
@@ -29,7 +29,6 @@ TRIED_S = 1.0
 TOKEN_NAMES = ("audio_token_id", "audio_token_index", "sound_context_token_id")
 """What configs call the token that stands for audio."""
 
-_NOT_FOR_THE_MODEL = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _PARAMETERS = ("audio", "audios")
 _TAILS_S = (0.02, 0.05, 0.1, 0.2)
 _LAYOUTS_KEPT = 256
@@ -102,7 +101,7 @@ class AudioProcessor:
         """Returns the encoder's inputs for audio, `(samples,) float32`, by name. Shapes and dtypes are the
         processor's."""
         made = self.read(self.placeholder, [samples])
-        return {name: value for name, value in made.items() if name not in _NOT_FOR_THE_MODEL and value is not None}
+        return {name: value for name, value in made.items() if name not in NOT_FOR_THE_MODEL and value is not None}
 
     def read(self, text: str, audio: Sequence[np.ndarray], pictures: Sequence[Image.Image] = ()) -> dict[str, Any]:
         """Returns the processor's output for a text with placeholders, their audio and their pictures, by name: the
@@ -184,7 +183,7 @@ class AudioProcessor:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def takes_audio(processor: Any) -> bool:
+def has_audio_parameter(processor: Any) -> bool:
     """Returns whether a processor of mlx-vlm has a parameter for audio."""
     return bool(_parameter_of(processor))
 
@@ -214,7 +213,7 @@ def _rate_of(processor: Any) -> int:
 
 def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Returns whether two outputs of a processor have equal inputs for the encoder."""
-    names = [name for name in one if name not in _NOT_FOR_THE_MODEL]
+    names = [name for name in one if name not in NOT_FOR_THE_MODEL]
     return all(_same(one[name], other.get(name)) for name in names)
 
 

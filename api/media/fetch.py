@@ -104,7 +104,8 @@ class PictureShelf:
                 self._kept.popitem()
             elif needed > self._bytes_max:
                 raise Unavailable(
-                    "the pictures of all requests are too large together (media.held_bytes_max)", retry_after_s=1.0
+                    "the pictures, videos and audio of all requests are too large together (media.held_bytes_max)",
+                    retry_after_s=1.0,
                 )
             else:
                 self._given_back.clear()

@@ -117,11 +117,18 @@ def place(processor: PictureProcessor, rendered: str, media: Sequence[Medium]) -
     parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", rendered)
     if parts[1::2] != [medium.placeholder(processor) for medium in media]:
         mark = next((mark for mark in parts[1::2] if mark), processor.placeholder)
-        raise InvalidRequest(f"messages: a text contains {mark!r}, the placeholder of a picture", param="messages")
+        what = f"{mark!r}, the placeholder of {_kind_of(mark, processor)}"
+        raise InvalidRequest(f"messages: a text contains {what}", param="messages")
     spans: list[Span] = []
     for index, medium in enumerate(media):
         parts[2 * index + 1] = _lay(processor, medium, spans)
     return MediaPrompt("".join(parts), spans)
+
+
+def _kind_of(mark: str, processor: PictureProcessor) -> str:
+    if processor.audio is not None and mark == processor.audio.placeholder:
+        return "audio"
+    return "a picture" if mark == processor.placeholder else "a video"
 
 
 def _lay(processor: PictureProcessor, medium: Medium, spans: list[Span]) -> str:
@@ -196,7 +203,7 @@ def with_media_tokens(
         )
         at += len(span.layout.tokens)
     if not processor.tokens_of_media.isdisjoint(prompt):
-        raise InvalidRequest("messages: a text contains a picture's token", param="messages")
+        raise InvalidRequest("messages: a text contains the token of a picture, a video or audio", param="messages")
     return prompt, media
 
 
@@ -232,7 +239,9 @@ def _find(tokens: Sequence[int], span: Sequence[int], start: int) -> int:
     for at in range(start, len(tokens) - len(wanted) + 1):
         if tokens[at] == first and list(tokens[at : at + len(wanted)]) == wanted:
             return at
-    raise InvalidRequest("messages: a picture's tokens are missing in the prompt", param="messages")
+    raise InvalidRequest(
+        "messages: the tokens of a picture, a video or audio are missing in the prompt", param="messages"
+    )
 
 
 def with_references(messages: Sequence[Any], media: Sequence[Medium]) -> list[Any]:

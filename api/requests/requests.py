@@ -517,8 +517,8 @@ def _render(
         media = [medium for medium in media if medium.audio is None]
     pieces = None if pictures is None else [medium.shown(pictures) for medium in media]
     parts = None if pieces is None else iter([[one.part for one in piece] for piece in pieces])
-    has_audio = pictures is not None and pictures.audio is not None
-    messages = with_shown(messages, parts, model.info.blind, None if has_audio else model.info.no_audio)
+    takes_audio = pictures is not None and pictures.audio is not None
+    messages = with_shown(messages, parts, model.info.blind, model.info.no_audio, takes_audio=takes_audio)
     messages = with_kept(messages, past.kept(messages))
     form = request.form
     if reply and model.schema_in_prompt and form is not None and form.kind == "json" and not request.tool_use.forced:

@@ -22,10 +22,10 @@ def processor_of(text: TextModel, model: ServedModel) -> PictureProcessor | None
     if model.info.blind or text.pictures is None:
         return None
     pictures = text.pictures.of_stills() if model.info.stills else text.pictures
-    return pictures if takes_audio(model) else pictures.without_audio()
+    return pictures if may_take_audio(model) else pictures.without_audio()
 
 
-def takes_audio(model: ServedModel) -> bool:
+def may_take_audio(model: ServedModel) -> bool:
     """Returns whether a model takes audio, or may do once its self-test has ended; until then its replica says so."""
     return model.info.audio or bool(model.info.proving)
 
