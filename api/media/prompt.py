@@ -18,7 +18,8 @@ from typing import Any
 from cachetools import LRUCache
 from PIL import Image
 
-from ...actors.model_files.media_layouts import SpanLayout
+from ...actors.model_files.audio_processor import AudioProcessor
+from ...actors.model_files.media_layouts import MediaLayout, SpanLayout
 from ...actors.model_files.processors import PictureProcessor
 from ...actors.protocol.media_ids import media_key, media_tokens
 from ...actors.protocol.replica_messages import MediaSpan
@@ -154,15 +155,18 @@ def _lay(processor: PictureProcessor, medium: Medium, spans: list[Span]) -> str:
 def _lay_audio(processor: PictureProcessor, audio: Audio, spans: list[Span]) -> str:
     if processor.audio is None:
         raise InvalidRequest("messages: this model does not support audio", param="messages")
-    # A transcript may name audio that another model got at another rate.
-    count = round(audio.count * processor.audio.rate / audio.rate)
     try:
-        laid = processor.audio.layout(count)
+        laid = _layout_of(processor.audio, audio)
     except ValueError as error:
         seconds = audio.count / audio.rate
         raise InvalidRequest(f"messages: audio of {seconds:.3g} s {error}", param="messages") from error
     spans.append(Span(laid.span, (), (0, 0), False, audio))
     return laid.text
+
+
+def _layout_of(processor: AudioProcessor, audio: Audio) -> MediaLayout:
+    # A transcript may name audio that another model got at another rate.
+    return processor.layout(round(audio.count * processor.rate / audio.rate))
 
 
 @contextmanager
@@ -288,6 +292,19 @@ def referred(part: Any) -> Medium | None:
             frames = [frame for url in urls if isinstance(url, str) and (frame := _picture(url)) is not None]
             return Medium(frames, True) if frames and len(frames) == len(urls) else None
     return None
+
+
+def is_refused(processor: PictureProcessor, part: Any) -> bool:
+    """Returns whether a part of a transcript is audio whose length the model's processor refuses; another model may
+    have taken it. New lengths are slow."""
+    medium = referred(part)
+    if medium is None or medium.audio is None or processor.audio is None:
+        return False
+    try:
+        _layout_of(processor.audio, medium.audio)
+    except ValueError:
+        return True
+    return False
 
 
 def _picture(url: str) -> Picture | None:

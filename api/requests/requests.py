@@ -31,7 +31,7 @@ from .left_out import LeftOut
 from .loading import Loading
 from .options import Options
 from .sent import as_shown, with_kept, with_schema
-from .taken_media import kinds_not_taken, processor_of
+from .taken_media import kinds_not_taken, processor_of, transcript_taken
 from .tool_results import in_call_order, ordered, permuted
 from .unsupported_media import without_unseen
 
@@ -509,6 +509,7 @@ def _render(
     pictures = processor_of(text, model)
     messages = request.messages
     if request.agent_continue and (before := past.messages or request.opening):
+        before = transcript_taken(before, pictures, request.left_out) if model.omits_unseen else before
         messages, media = _appended(before, messages, media)
     if unseen := kinds_not_taken(pictures) if model.omits_unseen else ():
         messages = without_unseen(messages, request.left_out, unseen)

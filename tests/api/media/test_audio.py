@@ -6,6 +6,7 @@ import struct
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -27,7 +28,7 @@ from satchel.api.media.prompt import Medium, referred, with_references
 from satchel.api.media.sources import Audio, AudioSource
 from satchel.api.media.video import Deadline
 from satchel.api.requests.requests import ChatRequest, Past, prepare_chat
-from satchel.api.requests.unsupported_media import WORDS
+from satchel.api.requests.unsupported_media import UNREAD, WORDS
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.cluster.config import Config, Media, parse_config
 from satchel.cluster.errors import ConfigError, InvalidRequest
@@ -442,6 +443,21 @@ def test_a_transcript_with_audio_goes_on_with_a_model_that_takes_none(
     chat = prepare_chat(text_model, failed, request, Past(before))
     assert WORDS["audio"] in chat.text and request.left_out.names == ["audio"]
     assert [one.audio_rate for one in chat.media] == [0]
+
+
+def test_a_transcript_goes_on_without_audio_that_another_models_processor_took(
+    backend: FakeBackend, text_model: TextModel
+) -> None:
+    audio = {"type": "audio_url", "audio_url": {"url": f"audio:{'0' * 64}/16000@16000"}}
+    short = {"type": "audio_url", "audio_url": {"url": f"audio:{'0' * 64}/30@16000"}}
+    before: Any = [{"role": "user", "content": [audio, short]}, {"role": "assistant", "content": "A tone."}]
+    request = ChatRequest(agent="a", agent_continue=True, messages=[{"role": "user", "content": "And now?"}])
+    chat = prepare_chat(text_model, backend.served[0], request, Past(before))
+    assert UNREAD["audio"] in chat.text and request.left_out.names == ["audio"]
+    assert [one.audio_rate for one in chat.media] == [16_000]
+    strict = replace(backend.served[0], omits_unseen=False)
+    with pytest.raises(InvalidRequest, match="is too short"):
+        prepare_chat(text_model, strict, request, Past(before))
 
 
 async def test_the_list_of_models_says_who_takes_audio(client: httpx.AsyncClient) -> None:
