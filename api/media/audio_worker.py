@@ -46,12 +46,14 @@ def read_audio(data: bytes, limits: AudioLimits) -> tuple[int, np.ndarray]:
     limit_memory(_BYTES_MAX + 16 * most.samples)
     try:
         form = format_of(data)
-        if form == "wav" and _misses_end(data):
-            raise Undecodable(_DAMAGED)
+        if form == "wav":
+            if _misses_end(data):
+                raise Undecodable(_DAMAGED)
+            # Its decoder calls files with a higher rate damaged.
+            _check_format(*_wav_format(data))
         # MP3 has no header with a length: all frames are read for it.
         info = reads[form](data)
-        if not RATES[0] <= info.sample_rate <= RATES[1] or not 1 <= info.nchannels <= _CHANNELS_MAX:
-            raise Undecodable(f"has {info.nchannels} channels with {info.sample_rate} samples a second")
+        _check_format(info.nchannels, info.sample_rate)
         rate = decoded_rate(info.sample_rate)
         if form != "wav" and info.num_frames > limits.seconds_max * info.sample_rate:
             raise _too_long(limits)
@@ -69,6 +71,19 @@ def read_audio(data: bytes, limits: AudioLimits) -> tuple[int, np.ndarray]:
     if form in ("flac", "ogg") and count + 1 < info.num_frames * rate // info.sample_rate:
         raise Undecodable(_DAMAGED)
     return rate, np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
+
+
+def _check_format(channels: int, rate: int) -> None:
+    if not RATES[0] <= rate <= RATES[1] or not 1 <= channels <= _CHANNELS_MAX:
+        raise Undecodable(f"has {channels} channels with {rate} samples a second")
+
+
+def _wav_format(data: bytes) -> tuple[int, int]:
+    """Returns the channels and the samples a second of a WAV."""
+    if (at := data.find(b"fmt ", 12)) < 0 or len(data) < at + 16:
+        raise Undecodable(_DAMAGED)
+    channels, rate = struct.unpack_from("<HI", data, at + 10)
+    return channels, rate
 
 
 def _misses_end(data: bytes) -> bool:
