@@ -9,16 +9,16 @@ import logging
 import re
 from collections.abc import Iterable
 from dataclasses import field
-from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, TypeAdapter, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass as validated
 
 from .errors import ConfigError
 from .key_hints import key_hint
+from .media import Media
 from .nodes import Device, Node, host_port
 from .stages import Split
 from .timing import Timing, broken
@@ -287,41 +287,6 @@ class Routing:
     split_gain_min: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
     """A prompt is split only if that saves this share of the time that the best single node would take for the prompt
     and 128 tokens of the answer."""
-
-
-def _checked_host(value: str) -> str:
-    if "/" in value:
-        ip_network(value, strict=False)
-    elif not value or value != value.strip() or "://" in value:
-        raise ValueError("must be a host's name, an address or a network such as 10.0.0.0/8")
-    return value.lower()
-
-
-@validated(frozen=True, config=STRICT)
-class Media:
-    """Pictures, videos and audio in messages: allowed sources and limits."""
-
-    allowed_hosts: tuple[Annotated[str, AfterValidator(_checked_host)], ...] = ()
-    """Hosts with private addresses from which pictures may be fetched: names, addresses, networks (10.0.0.0/8)."""
-    file_roots: tuple[AbsolutePath, ...] = ()
-    """Folders whose files a message may name; empty means none."""
-    source_bytes_max: Bytes = 32 * 2**20
-    """The largest picture, video or audio, as sent."""
-    timeout_s: Seconds = 15.0
-    """The time to fetch one picture or video, and again to decode a video."""
-    redirects_max: Annotated[int, Field(ge=0, le=20)] = 3
-    """How many redirects are followed for one picture or video."""
-    pixels_max: Annotated[int, Field(gt=0, le=150_000_000)] = 50_000_000
-    """The most pixels of one picture, of all frames of a video together, and of everything that is decoded at the same
-    time."""
-    pictures_max: Count = 64
-    """The most pictures in one request; a video and a piece of audio count as one."""
-    frames_max: Count = 32
-    """The most frames of one video, and never more than `pixels_max` / 8192; a longer video is sampled evenly."""
-    audio_seconds_max: Seconds = 600.0
-    """The longest audio. A model's processor may take less."""
-    held_bytes_max: Bytes = 2**30
-    """Decoded pictures and audio of all requests, 3 bytes a pixel and 4 bytes a sample."""
 
 
 @validated(frozen=True, config=STRICT)

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+NOT_FOR_THE_MODEL = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""Outputs of processors that are no inputs of an encoder."""
+
 
 @dataclass(frozen=True)
 class SpanLayout:

@@ -24,9 +24,9 @@ from cachetools import LRUCache
 from PIL import Image
 
 from ..protocol.media_ids import is_of_audio, is_of_video
-from .audio_processor import AudioProcessor, audio_tokens_of, takes_audio
+from .audio_processor import AudioProcessor, audio_tokens_of, has_audio_parameter
 from .foreign_code import own_code_only, refuse_processor_code
-from .media_layouts import MediaLayout, SpanLayout, Unfit, token_ids
+from .media_layouts import NOT_FOR_THE_MODEL, MediaLayout, SpanLayout, Unfit, token_ids
 from .skeletons import Skeleton
 from .source import WEIGHTS, first_sentence
 from .weights import has_audio_encoder, has_picture_encoder, read_weight_file
@@ -39,7 +39,6 @@ CLOCK_HZ = 1000.0
 
 _MARK = "satchel-picture"
 _TRIED = (224, 224)
-_NOT_FOR_THE_MODEL = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _TOKEN_NAMES = ("image_token_index", "image_token_id")
 _ROLES = ("bos_token_id", "eos_token_id")
 _PIXELS = "pixel_values"
@@ -114,7 +113,8 @@ class PictureProcessor:
         stills: why frames are processed as pictures although the processor takes videos, as the end of a sentence; else
             empty.
         audio: the model's processor of audio; None if it takes none.
-        no_audio: why it takes none although the model has an encoder of audio, as the end of a sentence; else empty.
+        no_audio: why a model with an encoder of audio takes none, as the end of a sentence; empty if it takes audio,
+            and for other models.
 
     Args:
         processor: as mlx-vlm loads it.
@@ -242,7 +242,7 @@ class PictureProcessor:
                     text=[self.video_placeholder], videos=[np.stack([np.asarray(frame) for frame in frames])]
                 )
             )
-        return {name: value for name, value in made.items() if name not in _NOT_FOR_THE_MODEL}
+        return {name: value for name, value in made.items() if name not in NOT_FOR_THE_MODEL}
 
     def read(self, text: str, pictures: Sequence[Image.Image], videos: Sequence[Video] = ()) -> dict[str, Any]:
         """Returns the processor's output for a text with placeholders, their pictures and their videos, by name: the
@@ -283,7 +283,7 @@ class PictureProcessor:
         """Returns how many embeddings the model makes of a picture of this size."""
         if (known := self._widths.get((width, height))) is None:
             made = self._made(self.placeholder, [Image.new("RGB", (width, height))])
-            given = {name: value for name, value in made.items() if name not in _NOT_FOR_THE_MODEL}
+            given = {name: value for name, value in made.items() if name not in NOT_FOR_THE_MODEL}
             known = self._skeleton().embeddings(token_ids(made), given) - len(token_ids(made)) + 1
             self._widths[width, height] = known
         return known
@@ -373,7 +373,7 @@ class PictureProcessor:
     def _read_audio(self, named: frozenset[int] | None) -> tuple[AudioProcessor | None, str]:
         if named is None:
             return None, ""
-        if not takes_audio(self._processor):
+        if not has_audio_parameter(self._processor):
             return None, "its processor takes none"
         try:
             placeholder = self._placeholder_of("audio")

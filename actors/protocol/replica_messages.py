@@ -275,7 +275,8 @@ class ModelInfo:
     alone, each a table by name. `layers` describes for people what each kind of layer caches. `created` is Unix time.
     `kv` is the policy for cached KV, and `kv_why` the reason. `pictures` says whether it takes pictures and videos,
     `blind` why a vision model does not take them, and `stills` why it takes a video's frames as single pictures.
-    `audio` says whether it takes audio, and `no_audio` why a model with an encoder of audio does not.
+    `audio` says whether it takes audio, and `no_audio` why a model with an encoder of audio does not; empty if it does,
+    and for other models.
     `notes` say in sentences what is not served as requested. `proving` says what the self-test still checks while the
     model is served in plain mode, and `proving_since` is when that began, Unix time; "" and 0 if nothing is checked.
     `stages` are those of a divided model; then `layers` describes the last one's. `joins` is how many layers the whole

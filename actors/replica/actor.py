@@ -187,7 +187,7 @@ class ReplicaActor:
             # Its KV would be stored under the block ids of another model.
             raise ComputesOtherwise(f"the request was made for a model that computes differently from {self._name}")
         if (request.media or request.adapter) and self._plain_since:
-            what = "pictures" if request.media else "adapters"
+            what = "pictures, videos and audio" if request.media else "adapters"
             raise Unavailable(
                 f"the self-test of {self._model.name} has not ended: {what} are not supported yet",
                 retry_after_s=PROVEN_LATER_S,

@@ -15,12 +15,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from .audio import RATE_MAX, AudioLimits, format_of
+from .audio import RATES, AudioLimits, decoded_rate, format_of, longest
 from .pixels import Undecodable
 from .video import Deadline
 from .worker_process import leave_network, limit_memory
 
-_RATES = (4_000, 768_000)
 _CHANNELS_MAX = 8
 _BYTES_MAX = 128 * 2**20
 _DAMAGED = "is damaged or cut off"
@@ -43,32 +42,48 @@ def read_audio(data: bytes, limits: AudioLimits) -> tuple[int, np.ndarray]:
         "flac": miniaudio.flac_get_info,
         "ogg": miniaudio.vorbis_get_info,
     }
-    deadline = Deadline(limits.timeout_s)
+    deadline, most = Deadline(limits.timeout_s), longest(data, limits)
+    limit_memory(_BYTES_MAX + 16 * most.samples)
     try:
         form = format_of(data)
-        if form == "wav" and _misses_end(data):
-            raise Undecodable(_DAMAGED)
+        if form == "wav":
+            if _misses_end(data):
+                raise Undecodable(_DAMAGED)
+            # Its decoder calls files with a higher rate damaged.
+            _check_format(*_wav_format(data))
         # MP3 has no header with a length: all frames are read for it.
         info = reads[form](data)
-        if not _RATES[0] <= info.sample_rate <= _RATES[1] or not 1 <= info.nchannels <= _CHANNELS_MAX:
-            raise Undecodable(f"has {info.nchannels} channels with {info.sample_rate} samples a second")
-        rate = min(info.sample_rate, RATE_MAX)
-        most = int(limits.seconds_max * rate)
+        _check_format(info.nchannels, info.sample_rate)
+        rate = decoded_rate(info.sample_rate)
         if form != "wav" and info.num_frames > limits.seconds_max * info.sample_rate:
             raise _too_long(limits)
-        limit_memory(_BYTES_MAX + 16 * min(most, len(data) * 64))
         pieces, count = [], 0
         for piece in _pieces(data, info.nchannels, rate):
             deadline.check()
             count += piece.size
-            if count > most:
+            if count > limits.seconds_max * rate:
                 raise _too_long(limits)
+            if count > most.samples:
+                raise Undecodable(_DAMAGED)
             pieces.append(piece)
     except miniaudio.MiniaudioError:
         raise Undecodable(_DAMAGED) from None
     if form in ("flac", "ogg") and count + 1 < info.num_frames * rate // info.sample_rate:
         raise Undecodable(_DAMAGED)
     return rate, np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
+
+
+def _check_format(channels: int, rate: int) -> None:
+    if not RATES[0] <= rate <= RATES[1] or not 1 <= channels <= _CHANNELS_MAX:
+        raise Undecodable(f"has {channels} channels with {rate} samples a second")
+
+
+def _wav_format(data: bytes) -> tuple[int, int]:
+    """Returns the channels and the samples a second of a WAV."""
+    if (at := data.find(b"fmt ", 12)) < 0 or len(data) < at + 16:
+        raise Undecodable(_DAMAGED)
+    channels, rate = struct.unpack_from("<HI", data, at + 10)
+    return channels, rate
 
 
 def _misses_end(data: bytes) -> bool:

@@ -19,9 +19,10 @@ from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 
+from ...actors.model_files.audio_processor import AudioProcessor
 from ...cluster.config import Media
 from ...cluster.errors import InvalidRequest, SatchelError, Unavailable, quoted
-from .audio import FORMATS, RATE_MAX, AudioLimits, decode_audio
+from .audio import FORMATS, AudioLimits, decode_audio, longest
 from .files import Unreadable, data_url, read_file
 from .pixels import Shown, Undecodable, decode, measure
 from .sources import Audio, AudioSource, MediaSource, Picture, PictureSource, VideoSource, check_urls
@@ -103,7 +104,8 @@ class PictureShelf:
                 self._kept.popitem()
             elif needed > self._bytes_max:
                 raise Unavailable(
-                    "the pictures of all requests are too large together (media.held_bytes_max)", retry_after_s=1.0
+                    "the pictures, videos and audio of all requests are too large together (media.held_bytes_max)",
+                    retry_after_s=1.0,
                 )
             else:
                 self._given_back.clear()
@@ -155,15 +157,16 @@ class PictureLoader:
         self._pictures = Workshop(min(_READS_MAX, os.cpu_count() or 1), limits.pixels_max, "picture")
         self._videos = Workshop(_VIDEOS_MAX, _VIDEOS_MAX * limits.pixels_max, "video")
         self._shelf = PictureShelf(limits.held_bytes_max)
+        self._layout_turn = asyncio.Lock()
 
     async def load_all(
-        self, sources: Sequence[MediaSource], spared: Sequence[bool] = (), *, audio_rate: int = 0
+        self, sources: Sequence[MediaSource], spared: Sequence[bool] = (), *, audio: AudioProcessor | None = None
     ) -> list[list[Loaded]]:
         """Loads every source, in order: one picture for a picture, the frames for a video, one for audio. The first
         error ends all.
 
         Args:
-            audio_rate: samples a second of the audio that the model takes; needed if there is audio.
+            audio: the model's processor of audio; needed if there is audio.
             spared: the sources for which an error that the caller caused is not raised: they give no pictures. Empty
                 for none.
 
@@ -177,13 +180,14 @@ class PictureLoader:
                 param="messages",
             )
         spare = spared or [False] * len(sources)
-        return await _together([self._load_any(*each, audio_rate) for each in zip(sources, spare, strict=True)])
+        return await _together([self._load_any(*each, audio) for each in zip(sources, spare, strict=True)])
 
-    async def _load_any(self, source: MediaSource, spared: bool, audio_rate: int) -> list[Loaded]:
+    async def _load_any(self, source: MediaSource, spared: bool, audio: AudioProcessor | None) -> list[Loaded]:
         try:
             check_urls(source)
             if isinstance(source, AudioSource):
-                return [await self.load_audio(source, audio_rate)]
+                assert audio is not None
+                return [await self.load_audio(source, audio)]
             return [*await self.load_video(source)] if isinstance(source, VideoSource) else [await self.load(source)]
         except InvalidRequest:
             if spared:
@@ -206,27 +210,35 @@ class PictureLoader:
         assert isinstance(picture, Picture)
         return picture
 
-    async def load_audio(self, source: AudioSource, rate: int) -> Audio:
-        """Loads audio as `rate` samples a second.
+    async def load_audio(self, source: AudioSource, processor: AudioProcessor) -> Audio:
+        """Loads audio at the processor's rate.
 
         Raises:
-            InvalidRequest, Unavailable: as `load`.
+            InvalidRequest, Unavailable: as `load`; or the processor refuses audio of this length.
         """
         if source.form and source.form.lower() not in FORMATS:
             place, known = f"{source.where}.input_audio.format", ", ".join(FORMATS)
             raise InvalidRequest(f"{place} is {quoted(source.form)}; known are {known}", param=place)
-        limits = AudioLimits(self._limits.audio_seconds_max, self._limits.timeout_s)
+        rate, limits = processor.rate, AudioLimits(self._limits.audio_seconds_max, self._limits.timeout_s)
 
         async def decoded(data: bytes) -> Sequence[Loaded]:
-            # A byte of a file becomes at most some 50 samples: MP3 with 8 kbit/s.
-            most = min(int(limits.seconds_max * RATE_MAX), 64 * len(data))
-            async with self._shelf.room(4 * (most + int(limits.seconds_max * rate))):
-                audio = await self._videos.run(most, decode_audio, data, rate, limits)
+            most = longest(data, limits)
+            if (wanted := most.bytes_at(rate)) > self._limits.held_bytes_max:
+                raise Undecodable(f"may need {wanted} bytes of memory, more than media.held_bytes_max")
+            async with self._shelf.room(wanted):
+                audio = await self._videos.run(most.samples, decode_audio, data, rate, limits)
                 self._shelf.hold([audio])
             return [audio]
 
         audio = (await self._load(source.url, source.where, ("audio", rate, limits), decoded, video=True))[0]
         assert isinstance(audio, Audio)
+        try:
+            # One at a time, so that only one thread waits for the processor.
+            async with self._layout_turn:
+                await asyncio.to_thread(processor.layout, audio.count)
+        except ValueError as error:
+            what = f"{source.where}: audio of {audio.count / rate:.3g} s {error}"
+            raise InvalidRequest(what, param=source.where) from error
         return audio
 
     async def _decoded(self, data: bytes, shown: Shown) -> list[Picture]:

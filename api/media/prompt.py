@@ -18,7 +18,8 @@ from typing import Any
 from cachetools import LRUCache
 from PIL import Image
 
-from ...actors.model_files.media_layouts import SpanLayout
+from ...actors.model_files.audio_processor import AudioProcessor
+from ...actors.model_files.media_layouts import MediaLayout, SpanLayout
 from ...actors.model_files.processors import PictureProcessor
 from ...actors.protocol.media_ids import media_key, media_tokens
 from ...actors.protocol.replica_messages import MediaSpan
@@ -117,11 +118,18 @@ def place(processor: PictureProcessor, rendered: str, media: Sequence[Medium]) -
     parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", rendered)
     if parts[1::2] != [medium.placeholder(processor) for medium in media]:
         mark = next((mark for mark in parts[1::2] if mark), processor.placeholder)
-        raise InvalidRequest(f"messages: a text contains {mark!r}, the placeholder of a picture", param="messages")
+        what = f"{mark!r}, the placeholder of {_kind_of(mark, processor)}"
+        raise InvalidRequest(f"messages: a text contains {what}", param="messages")
     spans: list[Span] = []
     for index, medium in enumerate(media):
         parts[2 * index + 1] = _lay(processor, medium, spans)
     return MediaPrompt("".join(parts), spans)
+
+
+def _kind_of(mark: str, processor: PictureProcessor) -> str:
+    if processor.audio is not None and mark == processor.audio.placeholder:
+        return "audio"
+    return "a picture" if mark == processor.placeholder else "a video"
 
 
 def _lay(processor: PictureProcessor, medium: Medium, spans: list[Span]) -> str:
@@ -147,15 +155,18 @@ def _lay(processor: PictureProcessor, medium: Medium, spans: list[Span]) -> str:
 def _lay_audio(processor: PictureProcessor, audio: Audio, spans: list[Span]) -> str:
     if processor.audio is None:
         raise InvalidRequest("messages: this model does not support audio", param="messages")
-    # A transcript may name audio that another model got at another rate.
-    count = round(audio.count * processor.audio.rate / audio.rate)
     try:
-        laid = processor.audio.layout(count)
+        laid = _layout_of(processor.audio, audio)
     except ValueError as error:
         seconds = audio.count / audio.rate
         raise InvalidRequest(f"messages: audio of {seconds:.3g} s {error}", param="messages") from error
     spans.append(Span(laid.span, (), (0, 0), False, audio))
     return laid.text
+
+
+def _layout_of(processor: AudioProcessor, audio: Audio) -> MediaLayout:
+    # A transcript may name audio that another model got at another rate.
+    return processor.layout(round(audio.count * processor.rate / audio.rate))
 
 
 @contextmanager
@@ -196,7 +207,7 @@ def with_media_tokens(
         )
         at += len(span.layout.tokens)
     if not processor.tokens_of_media.isdisjoint(prompt):
-        raise InvalidRequest("messages: a text contains a picture's token", param="messages")
+        raise InvalidRequest("messages: a text contains the token of a picture, a video or audio", param="messages")
     return prompt, media
 
 
@@ -232,7 +243,9 @@ def _find(tokens: Sequence[int], span: Sequence[int], start: int) -> int:
     for at in range(start, len(tokens) - len(wanted) + 1):
         if tokens[at] == first and list(tokens[at : at + len(wanted)]) == wanted:
             return at
-    raise InvalidRequest("messages: a picture's tokens are missing in the prompt", param="messages")
+    raise InvalidRequest(
+        "messages: the tokens of a picture, a video or audio are missing in the prompt", param="messages"
+    )
 
 
 def with_references(messages: Sequence[Any], media: Sequence[Medium]) -> list[Any]:
@@ -279,6 +292,19 @@ def referred(part: Any) -> Medium | None:
             frames = [frame for url in urls if isinstance(url, str) and (frame := _picture(url)) is not None]
             return Medium(frames, True) if frames and len(frames) == len(urls) else None
     return None
+
+
+def is_refused(processor: PictureProcessor, part: Any) -> bool:
+    """Returns whether a part of a transcript is audio whose length the model's processor refuses; another model may
+    have taken it. New lengths are slow."""
+    medium = referred(part)
+    if medium is None or medium.audio is None or processor.audio is None:
+        return False
+    try:
+        _layout_of(processor.audio, medium.audio)
+    except ValueError:
+        return True
+    return False
 
 
 def _picture(url: str) -> Picture | None:

@@ -52,7 +52,7 @@ from ..requests.requests import (
     prepare_chat,
     prompt_tokens,
 )
-from ..requests.taken_media import has_audio, takes_audio, without_audio
+from ..requests.taken_media import has_audio, may_take_audio, without_audio
 from ..requests.unsupported_media import RefusedMessages, media_in, without_unread
 from ..text.answers.grammars import AnswerForm, Thought
 from ..text.model import TextModel, load_text_model
@@ -376,7 +376,7 @@ class Generator:
         request = await asyncio.to_thread(request.of, model)
         if text.pictures is None or model.info.blind:
             return await self._marked(request, model), []
-        audio = text.pictures.audio if takes_audio(model) else None
+        audio = text.pictures.audio if may_take_audio(model) else None
         if audio is None and await asyncio.to_thread(has_audio, request.messages):
             request = await self._marked(request, model)
             told = await asyncio.to_thread(without_audio, request.messages, request.left_out, model)
@@ -385,7 +385,7 @@ class Generator:
         if not found:
             return request, []
         sources, spared = zip(*found, strict=True)
-        loaded = await self.loader.load_all(sources, spared, audio_rate=audio.rate if audio is not None else 0)
+        loaded = await self.loader.load_all(sources, spared, audio=audio)
         unread = {number for number, frames in enumerate(loaded) if not frames}
         if unread:
             told = await asyncio.to_thread(without_unread, request.messages, unread, request.left_out)

@@ -30,7 +30,9 @@ def with_shown(
     messages: Sequence[Message],
     media: Iterator[list[dict[str, str]]] | None,
     blind: str = "",
-    no_audio: str | None = "",
+    no_audio: str = "",
+    *,
+    takes_audio: bool = False,
 ) -> list[Message]:
     """Returns the messages with their media as a chat template takes them.
 
@@ -38,7 +40,8 @@ def with_shown(
         media: for each picture or video, in order, the parts that the template gets. None if the model supports no
             media.
         blind: why a vision model is served without media; empty for others.
-        no_audio: why the model supports no audio, empty if there is no more to say; None if it does.
+        no_audio: why a model with an encoder of audio does not support it; empty for others.
+        takes_audio: whether the model supports audio.
 
     Raises:
         InvalidRequest: the model supports no media, or an assistant's message has some; `param` is the place.
@@ -52,12 +55,12 @@ def with_shown(
             for place, part in enumerate(content):
                 if isinstance(part, dict) and part["type"] == "text":
                     parts.append(part)
-                elif taken is None or (no_audio is not None and _is_audio(part)):
+                elif taken is None or (_is_audio(part) and not takes_audio):
                     # A source knows where the caller wrote it; messages may be split and joined before they come here.
                     known = part.where if isinstance(part, MediaSource) else ""
                     where = known or f"messages[{index}].content[{place}]"
-                    is_elsewhere = media is not None and (no_audio is None or not _is_audio(part))
-                    raise _refused(part, where, is_elsewhere, blind, no_audio or "")
+                    is_elsewhere = media is not None and (takes_audio or not _is_audio(part))
+                    raise _refused(part, where, is_elsewhere, blind, no_audio)
                 else:
                     parts += next(taken)
             message: Message = {**message, "content": parts}

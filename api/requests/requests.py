@@ -31,7 +31,7 @@ from .left_out import LeftOut
 from .loading import Loading
 from .options import Options
 from .sent import as_shown, with_kept, with_schema
-from .taken_media import kinds_not_taken, processor_of
+from .taken_media import kinds_not_taken, processor_of, transcript_taken
 from .tool_results import in_call_order, ordered, permuted
 from .unsupported_media import without_unseen
 
@@ -509,6 +509,7 @@ def _render(
     pictures = processor_of(text, model)
     messages = request.messages
     if request.agent_continue and (before := past.messages or request.opening):
+        before = transcript_taken(before, pictures, request.left_out) if model.omits_unseen else before
         messages, media = _appended(before, messages, media)
     if unseen := kinds_not_taken(pictures) if model.omits_unseen else ():
         messages = without_unseen(messages, request.left_out, unseen)
@@ -517,8 +518,8 @@ def _render(
         media = [medium for medium in media if medium.audio is None]
     pieces = None if pictures is None else [medium.shown(pictures) for medium in media]
     parts = None if pieces is None else iter([[one.part for one in piece] for piece in pieces])
-    has_audio = pictures is not None and pictures.audio is not None
-    messages = with_shown(messages, parts, model.info.blind, None if has_audio else model.info.no_audio)
+    takes_audio = pictures is not None and pictures.audio is not None
+    messages = with_shown(messages, parts, model.info.blind, model.info.no_audio, takes_audio=takes_audio)
     messages = with_kept(messages, past.kept(messages))
     form = request.form
     if reply and model.schema_in_prompt and form is not None and form.kind == "json" and not request.tool_use.forced:

@@ -6,15 +6,17 @@ Plain functions on plain data; large inputs belong in a worker thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from ...actors.model_files.processors import PictureProcessor
+from ..media.prompt import is_refused
 from ..media.sources import AudioSource
 from ..text.model import TextModel
 from .backend import ServedModel
 from .conversation import no_audio_error
 from .history import Message
 from .left_out import LeftOut
-from .unsupported_media import without_unseen
+from .unsupported_media import without_refused, without_unseen
 
 
 def processor_of(text: TextModel, model: ServedModel) -> PictureProcessor | None:
@@ -22,10 +24,10 @@ def processor_of(text: TextModel, model: ServedModel) -> PictureProcessor | None
     if model.info.blind or text.pictures is None:
         return None
     pictures = text.pictures.of_stills() if model.info.stills else text.pictures
-    return pictures if takes_audio(model) else pictures.without_audio()
+    return pictures if may_take_audio(model) else pictures.without_audio()
 
 
-def takes_audio(model: ServedModel) -> bool:
+def may_take_audio(model: ServedModel) -> bool:
     """Returns whether a model takes audio, or may do once its self-test has ended; until then its replica says so."""
     return model.info.audio or bool(model.info.proving)
 
@@ -56,6 +58,19 @@ def without_audio(messages: Sequence[Message], left_out: LeftOut, model: ServedM
     if (audio := _first_audio(messages)) is not None:
         raise no_audio_error(audio.where, model.info.no_audio)
     return messages
+
+
+def transcript_taken(
+    messages: Sequence[Message], processor: PictureProcessor | None, left_out: LeftOut
+) -> Sequence[Message]:
+    """Returns messages of a transcript without audio whose length the model's processor refuses. Slow.
+
+    Args:
+        left_out: gets the kinds of the removed media.
+    """
+    if processor is None or processor.audio is None:
+        return messages
+    return without_refused(messages, partial(is_refused, processor), left_out)
 
 
 def _first_audio(messages: Sequence[Message]) -> AudioSource | None:

@@ -8,7 +8,7 @@ Plain functions on plain data; large inputs belong in a worker thread.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 from typing import Any
@@ -93,6 +93,25 @@ def without_unread(messages: Sequence[Message], unread: Collection[int], left_ou
                 is_medium = isinstance(part, MediaSource)
                 parts.append(_told(part, UNREAD) if is_medium and count in unread else part)
                 count += is_medium
+            message: Message = {**message, "content": _in_words(parts, left_out)}
+        told.append(message)
+    return told
+
+
+def without_refused(
+    messages: Sequence[Message], refuses: Callable[[Any], bool], left_out: LeftOut
+) -> Sequence[Message]:
+    """Returns messages of a transcript without the media that a model's processor refuses.
+
+    Args:
+        refuses: whether it refuses a part of a message.
+        left_out: as for `without_unseen`.
+    """
+    told: list[Message] = []
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str) and True in (refused := [refuses(part) for part in content]):
+            parts = [_told(part, UNREAD) if bad else part for part, bad in zip(content, refused, strict=True)]
             message: Message = {**message, "content": _in_words(parts, left_out)}
         told.append(message)
     return told

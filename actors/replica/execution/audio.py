@@ -15,10 +15,7 @@ import numpy as np
 from ...model_files.audio_processor import AudioProcessor
 from ...model_files.media_layouts import SpanLayout
 from .levels import levels_of
-from .made_inputs import check_outputs, check_seen, evaluate_modules
-
-SPARE_BYTES_MAX = 1 << 30
-"""Bytes of freed buffers that audio may leave in MLX's cache: only the encoder needs buffers of its sizes."""
+from .made_inputs import SPARE_BYTES_MAX, check_outputs, check_seen, evaluate_modules
 
 
 class AudioEncoder:

@@ -119,7 +119,8 @@ class LoadedModel:
 
     @property
     def no_audio(self) -> str:
-        """Why a model whose processor takes audio gets none; empty if it gets it, and for other models."""
+        """Why a model with an encoder of audio takes none, as the end of a sentence; empty if it takes audio, and for
+        other models."""
         return "" if self.vision is None else self.vision.no_audio
 
     @property

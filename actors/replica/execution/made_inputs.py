@@ -12,6 +12,10 @@ _PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds", "p
 _IGNORED = {"position_ids", "rope_deltas", "attention_mask", "attention_mask_4d"}
 """Outputs that are ignored: the caches make the masks."""
 
+SPARE_BYTES_MAX = 1 << 30
+"""Bytes of freed buffers that a picture or audio may leave in MLX's cache: only the encoder needs buffers of its
+sizes."""
+
 
 def check_outputs(made: dict[str, Any], tokens: int, medium: str) -> None:
     """Checks the outputs for `tokens` tokens of a medium.

@@ -34,7 +34,7 @@ from .bidirectional import SIDE, Bidirectional, Compute, find_bidirectional, run
 from .findings import Findings
 from .language_inputs import ImageEmbeddings, LanguageInputs, SequencePictures, axes_of, has_axes_last, separate
 from .levels import levels_of
-from .made_inputs import check_outputs, check_seen, evaluate_modules
+from .made_inputs import SPARE_BYTES_MAX, check_outputs, check_seen, evaluate_modules
 from .pieces import Pieces
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,6 @@ TOGETHER_TOKENS_MAX = 1024
 NEAR = 0.1
 """How far a picture's embeddings may be off if it is encoded with another one, compared with encoding it alone,
 relative to the distance between the two pictures' embeddings."""
-
-SPARE_BYTES_MAX = 1 << 30
-"""Bytes of freed buffers that a picture may leave in MLX's cache: only the encoder needs buffers of its sizes."""
 
 
 class NotLeftToRightError(ValueError):
@@ -182,7 +179,8 @@ class Vision:
         bidirectional: whether the tokens of a picture attend to each other.
         language_inputs: the language part's inputs.
         audio: encodes audio; None if the model takes none.
-        no_audio: why a model whose processor takes audio does not; else empty.
+        no_audio: why a model with an encoder of audio takes none, as the end of a sentence; empty if it takes audio,
+            and for other models.
 
     Raises:
         ValueError: prompts with pictures cannot be computed from left to right.

@@ -140,17 +140,18 @@ class PictureQueue:
         return sum(waiting.scheduled.prompt for waiting in list(self._waiting.values()))
 
     def refusal(self, media: list[MediaSpan], prompt: list[int]) -> SatchelError | None:
-        """Returns why a request's pictures are refused, or None."""
+        """Returns why a request's pictures, videos and audio are refused, or None."""
         if not media:
             return None
         if self._vision is None:
-            return InvalidRequest("this model does not support pictures", param="messages")
+            kind = "pictures" if any(not one.audio_rate for one in media) else "audio"
+            return InvalidRequest(f"this model does not support {kind}", param="messages")
         if any(one.audio_rate for one in media) and self._vision.audio is None:
             return InvalidRequest("this model does not support audio", param="messages")
         ends = [(one.start, one.start + len(one.tokens)) for one in media]
         ordered = all(before[1] <= after[0] for before, after in pairwise(ends))
         if not ordered or ends[0][0] < 0 or ends[-1][1] > len(prompt):
-            return InvalidRequest("the pictures' places are not in the prompt", param="messages")
+            return InvalidRequest("the places of pictures, videos and audio are not in the prompt", param="messages")
         return None
 
     def begin(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import httpx
@@ -13,23 +17,27 @@ import openai
 import pytest
 
 from satchel.actors.model_files.audio_processor import AudioProcessor
+from satchel.actors.model_files.media_layouts import MediaLayout
 from satchel.actors.protocol.media_ids import audio_hash, is_of_audio, is_of_video, media_tokens_in
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.api.app import create_app
-from satchel.api.media.audio import AudioLimits, decode_audio, format_of
+from satchel.api.media.audio import AudioLimits, _converted, decode_audio, decoded_rate, format_of, longest
+from satchel.api.media.fetch import PictureLoader
 from satchel.api.media.pixels import Undecodable
 from satchel.api.media.prompt import Medium, referred, with_references
-from satchel.api.media.sources import Audio
+from satchel.api.media.sources import Audio, AudioSource
+from satchel.api.media.video import Deadline
 from satchel.api.requests.requests import ChatRequest, Past, prepare_chat
-from satchel.api.requests.unsupported_media import WORDS
+from satchel.api.requests.unsupported_media import UNREAD, WORDS
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.cluster.config import Config, Media
+from satchel.cluster.config import Config, Media, parse_config
+from satchel.cluster.errors import ConfigError, InvalidRequest
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.remembering import Remembering
 from tests.worlds.api.served_models import served_model
 from tests.worlds.models.vision_families import write_model
 from tests.worlds.pictures import red_circle
-from tests.worlds.sounds import audio_url, input_audio, tone, wav
+from tests.worlds.sounds import audio_url, input_audio, silent_flac, tone, wav
 from tests.zoo.vision_types import write
 
 LIMITS = AudioLimits(seconds_max=20.0, timeout_s=30.0)
@@ -202,6 +210,82 @@ def test_decoded_samples_are_mlx_vlms(tmp_path: Path) -> None:
     assert ours.hash == audio_hash(16_000, ours.samples)
 
 
+def test_long_audio_of_another_rate_is_converted_as_mlx_vlm_does_it() -> None:
+    from mlx_audio.resample import resample_audio_array
+
+    noise = np.random.default_rng(1).integers(-20_000, 20_000, round(44_100 * 3.3), dtype=np.int16)
+    ours = decode_audio(wav(noise, 44_100), 16_000, LIMITS)
+    wanted = resample_audio_array(noise.astype(np.float32) / 32768, 44_100, 16_000)
+    assert np.array_equal(np.frombuffer(ours.samples, "<f4"), wanted)
+
+
+def test_unusual_rates_are_decoded_to_usual_ones() -> None:
+    assert [decoded_rate(rate) for rate in (8_000, 11_025, 44_100, 95_999, 384_000)] == [
+        8_000,
+        11_025,
+        44_100,
+        95_975,
+        96_000,
+    ]
+    assert abs(decode_audio(wav(tone(440, 1.0, 15_999), 15_999), 16_000, LIMITS).count - 16_000) <= 2
+    with pytest.raises(Undecodable, match="has 1 channels with 768000 samples a second"):
+        decode_audio(wav(tone(440, 0.1, 768_000), 768_000), 16_000, LIMITS)
+
+
+def test_conversion_has_a_time_limit() -> None:
+    deadline = Deadline(0.0)
+    with pytest.raises(Undecodable, match=r"takes longer than 0 s to decode \(media.timeout_s\)"):
+        _converted(np.zeros(8_000, np.float32), 8_000, 16_000, deadline)
+
+
+def test_flac_of_silence_is_decoded_though_it_is_small() -> None:
+    """599.8 s in 33 kB."""
+    limits = AudioLimits(seconds_max=600.0, timeout_s=30.0)
+    file = silent_flac(2343)
+    assert len(file) < 40_000 and longest(file, limits).samples == 2343 * 4096
+    audio = decode_audio(file, 16_000, limits)
+    assert audio.count == 2343 * 4096 and not any(audio.samples)
+
+
+def test_flac_with_other_lengths_than_it_states() -> None:
+    assert decode_audio(silent_flac(4, stated=0), 16_000, LIMITS).count == 4 * 4096, "it states none"
+    for stated in (4096, 5 * 4096):
+        with pytest.raises(Undecodable, match="is damaged or cut off"):
+            decode_audio(silent_flac(4, stated=stated), 16_000, LIMITS)
+    with pytest.raises(Undecodable, match=r"longer than 1 s"):
+        decode_audio(silent_flac(4, stated=0), 16_000, AudioLimits(seconds_max=1.0, timeout_s=30.0))
+
+
+def test_memory_is_reserved_for_what_a_file_may_have() -> None:
+    limits = AudioLimits(seconds_max=10_000.0, timeout_s=30.0)
+    assert longest(silent_flac(10), limits).bytes_at(16_000) == 2 * 4 * 40_960
+    assert longest(silent_flac(10, stated=0), limits).seconds == 10_000
+    file = wav(A)
+    assert longest(file, limits).samples == 2 * len(file)
+    ogg = b"OggS" + bytes(36) + struct.pack("<I", 8_000) + bytes(20) + b"OggS\0\4" + struct.pack("<Q", 80_000)
+    assert (longest(ogg, limits).seconds, longest(ogg, limits).samples) == (10, 80_000)
+    assert longest(b"hello", limits).bytes_at(16_000) == 0
+
+
+async def test_audio_that_never_fits_is_refused_by_name(text_model: TextModel) -> None:
+    assert text_model.pictures is not None and text_model.pictures.audio is not None
+    loader = PictureLoader(Media(audio_seconds_max=10.0, held_bytes_max=2_000_000))
+    sources = [
+        AudioSource(name, audio_url(silent_flac(8, stated))["audio_url"]["url"])
+        for name, stated in (("a", 0), ("b", None))
+    ]
+    with pytest.raises(InvalidRequest, match=r"^a may need \d+ bytes of memory, more than media\.held_bytes_max$"):
+        await loader.load_audio(sources[0], text_model.pictures.audio)
+    assert (await loader.load_audio(sources[1], text_model.pictures.audio)).count == 8 * 4096
+    await loader.close()
+
+
+def test_a_config_with_no_room_for_its_longest_audio_is_refused() -> None:
+    model = {"name": "a", "source": "b"}
+    with pytest.raises(ConfigError, match=r"media: .*audio_seconds_max of 90000 s needs a held_bytes_max of at least"):
+        parse_config({"models": [model], "media": {"audio_seconds_max": 90_000}})
+
+
 def test_mp3_is_decoded() -> None:
     """Ten frames of silence, one channel, 44100 samples a second, 128 kbit/s."""
     frames = (b"\xff\xfb\x90\xc4" + bytes(413)) * 10
@@ -233,6 +317,34 @@ def test_a_processor_that_drops_the_end_refuses_long_audio(text_model: TextModel
             fresh.layout(32_000)
     finally:
         extractor.n_samples = usual
+
+
+def test_layouts_are_made_one_at_a_time_and_refusals_are_kept(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert text_model.pictures is not None and text_model.pictures.audio is not None
+    audio, running, made = text_model.pictures.audio, Lock(), list[int]()
+    original = audio._layout
+
+    def slow(samples: int) -> MediaLayout:
+        assert running.acquire(blocking=False), "another one is being made"
+        made.append(samples)
+        time.sleep(0.02)
+        running.release()
+        return original(samples)
+
+    def refusal(samples: int) -> str:
+        try:
+            audio.layout(samples)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    monkeypatch.setattr(audio, "_layout", slow)
+    with ThreadPoolExecutor(6) as threads:
+        refusals = [*threads.map(refusal, [30, 20_001, 31] * 2)]
+    assert refusals == ["is too short for the model's processor", "", "is too short for the model's processor"] * 2
+    assert sorted(made) == [30, 31, 20_001]
 
 
 async def test_models_without_audio_refuse_it_by_name(client: httpx.AsyncClient, backend: FakeBackend) -> None:
@@ -267,11 +379,17 @@ async def test_earlier_audio_is_left_out_for_models_without_it(
 
 
 async def test_earlier_audio_that_cannot_be_read_is_left_out(client: httpx.AsyncClient, backend: FakeBackend) -> None:
-    for part in (input_audio(b"hello"), input_audio(wav(A), "aac"), input_audio(wav(A[:-4000])[:900])):
+    damaged = wav(A[:-4000])[:900]
+    for part in (input_audio(b"hello"), input_audio(wav(A), "aac"), input_audio(damaged), input_audio(wav(A[:40]))):
         thread = [{"role": "user", "content": [part, QUESTION]}, {"role": "assistant", "content": "A tone."}]
         answer = await talk(client, *thread, {"role": "user", "content": "Sure?"})
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-satchel-left-out"] == "audio" and sent(backend)[1] == []
+
+
+async def test_audio_that_the_processor_refuses_is_named_where_it_is(client: httpx.AsyncClient) -> None:
+    answer = await ask(client, QUESTION, input_audio(wav(A[:1])))
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages[0].content[1]", answer.text
 
 
 async def test_an_assistant_has_no_audio(client: httpx.AsyncClient, backend: FakeBackend) -> None:
@@ -325,6 +443,21 @@ def test_a_transcript_with_audio_goes_on_with_a_model_that_takes_none(
     chat = prepare_chat(text_model, failed, request, Past(before))
     assert WORDS["audio"] in chat.text and request.left_out.names == ["audio"]
     assert [one.audio_rate for one in chat.media] == [0]
+
+
+def test_a_transcript_goes_on_without_audio_that_another_models_processor_took(
+    backend: FakeBackend, text_model: TextModel
+) -> None:
+    audio = {"type": "audio_url", "audio_url": {"url": f"audio:{'0' * 64}/16000@16000"}}
+    short = {"type": "audio_url", "audio_url": {"url": f"audio:{'0' * 64}/30@16000"}}
+    before: Any = [{"role": "user", "content": [audio, short]}, {"role": "assistant", "content": "A tone."}]
+    request = ChatRequest(agent="a", agent_continue=True, messages=[{"role": "user", "content": "And now?"}])
+    chat = prepare_chat(text_model, backend.served[0], request, Past(before))
+    assert UNREAD["audio"] in chat.text and request.left_out.names == ["audio"]
+    assert [one.audio_rate for one in chat.media] == [16_000]
+    strict = replace(backend.served[0], omits_unseen=False)
+    with pytest.raises(InvalidRequest, match="is too short"):
+        prepare_chat(text_model, strict, request, Past(before))
 
 
 async def test_the_list_of_models_says_who_takes_audio(client: httpx.AsyncClient) -> None:

@@ -399,7 +399,7 @@ async def test_the_same_content_is_decoded_once(site: Site, monkeypatch: pytest.
 
 async def test_what_requests_hold_is_limited() -> None:
     pictures = [PictureSource(HERE, inline(a_png(seed, 100, 100))) for seed in range(6)]
-    async with loading(held_bytes_max=100_000) as loader:
+    async with loading(held_bytes_max=100_000, audio_seconds_max=0.5) as loader:
         held = [await loader.load(source) for source in pictures[:3]]
         with pytest.raises(Unavailable, match=r"media\.held_bytes_max"):
             await loader.load(pictures[3])
@@ -422,7 +422,7 @@ async def test_what_is_being_decoded_is_counted_too(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(picture_fetch, "decode", slow)
     broken = inline(a_png(9, 100, 100)[:-40])
-    async with loading(held_bytes_max=100_000) as loader, asyncio.timeout(30):
+    async with loading(held_bytes_max=100_000, audio_seconds_max=0.5) as loader, asyncio.timeout(30):
         for _ in range(4):
             await refusal(loader, broken)
         pictures = [PictureSource(HERE, inline(a_png(seed, 100, 100))) for seed in range(6)]

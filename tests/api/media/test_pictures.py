@@ -202,7 +202,7 @@ async def test_a_size_that_the_processor_refuses_is_the_callers_mistake(
 
 async def test_pictures_count_as_long_as_their_answers_run(backend: FakeBackend, config: Config) -> None:
     backend.play(asyncio.Event())
-    generator = Generator(backend, replace(config, media=Limits(held_bytes_max=100_000)))
+    generator = Generator(backend, replace(config, media=Limits(held_bytes_max=100_000, audio_seconds_max=0.5)))
 
     def looking(color: str) -> ChatRequest:
         return ChatRequest(messages=read_messages([{"role": "user", "content": shown(picture(color))}]))

@@ -137,6 +137,7 @@ async def test_forms_without_audio_are_refused(client: httpx.AsyncClient, backen
         {"data": {"model": "satchel/tiny"}, "files": {"other": ("a", b"x")}},
         {"data": {"model": "satchel/tiny"}, "files": [("file", ("a", FILE)), ("file", ("b", FILE))]},
         {"files": {"file": ("a.wav", b"hello")}},
+        {"files": {"file": ("a.wav", wav(tone(440, 0.001)))}},
     ]
     for sent in forms:
         answer = await client.post(path, **sent)
