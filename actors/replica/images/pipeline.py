@@ -22,6 +22,7 @@ from mlx_vlm.generate.image import ImageGenerationRequest
 from PIL import Image
 
 from ....cluster.errors import InvalidRequest, ModelLoadError
+from ...model_files.foreign_code import own_code_only
 from ...model_files.source import first_sentence
 from ...patches import IMAGE_COMPONENTS, components_shared, image_model_classes, prompts_forgotten, steps_told
 from ...protocol.replica_messages import ImageInfo, ImageRequest, Pixels
@@ -70,8 +71,14 @@ class ImagePipeline:
         """Loads the model in a folder, with all weights in memory, and makes the smallest image with it.
 
         Raises:
-            ModelLoadError: it is no model that mlx-vlm makes images with, or a file is damaged.
+            ModelLoadError: it is no model that mlx-vlm makes images with, a file is damaged, or it needs code in its
+                folder.
         """
+        with own_code_only(source, folder, trusted=False):
+            return cls._loaded(folder, source)
+
+    @classmethod
+    def _loaded(cls, folder: Path, source: str) -> ImagePipeline:
         try:
             made, edited = image_model_classes(str(folder))
         except _ERRORS as error:

@@ -153,7 +153,7 @@ class ImageServing:
 def _not_for_images(model: Model) -> str:
     """Returns the key of a model's config that cannot hold for one that makes images, "" for none."""
     set_keys = {"adapter": model.adapter, "adapters": model.adapters, "split": model.split}
-    set_keys |= {"dtype": model.dtype != "auto"}
+    set_keys |= {"dtype": model.dtype != "auto", "trust_remote_code": model.trust_remote_code}
     return next((key for key, is_set in set_keys.items() if is_set), "")
 
 

@@ -130,6 +130,19 @@ def test_a_folder_of_images_is_served_by_its_path_and_its_weights_count(image_fo
     assert 0.9 * stored < weights_bytes(Model(name="painter", source=str(folder))) <= stored
 
 
+def test_code_in_a_components_folder_is_never_run(image_folders: dict[str, Path], tmp_path: Path):
+    folder = tmp_path / "code"
+    shutil.copytree(image_folders["z_image"], folder)
+    config = json.loads((folder / "tokenizer" / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": [None, "own.Own"]}
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\nfrom transformers import "
+    (folder / "tokenizer" / "own.py").write_text(f"{code}PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n")
+    with pytest.raises(ModelLoadError, match=r"code of its own \(tokenizer/own.py\), which is never run"):
+        ImagePipeline.load(folder, "code")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_an_unknown_kind_and_a_damaged_file_are_said_in_one_sentence(image_folders: dict[str, Path], tmp_path: Path):
     folder = tmp_path / "odd"
     shutil.copytree(image_folders["moss_image"], folder)
