@@ -462,6 +462,9 @@ class PooledTexts:
 IMAGE_PATCH = 16
 """The side of a patch of an image, in pixels. Models that make images have about one token a patch."""
 
+IMAGE_STEPS_MAX = 250
+"""The most steps of an image."""
+
 
 def image_tokens(width: int, height: int) -> int:
     """Returns the number of patches of an image of `width` x `height` pixels, at least 1."""

@@ -29,7 +29,7 @@ from ....cluster.errors import (
     Unavailable,
 )
 from ...model_files.model_identity import ModelIdentity
-from ...protocol.replica_messages import ImageRequest, ImageUpdate, Pixels, image_tokens
+from ...protocol.replica_messages import IMAGE_STEPS_MAX, ImageRequest, ImageUpdate, Pixels, image_tokens
 from ..device.device_errors import DeviceFailed, on_device
 from .pipeline import ImagePipeline
 from .queue import ImageJob, ImageQueue
@@ -42,7 +42,11 @@ POLL_S = 0.5
 PACE_WEIGHT = 0.2
 """The weight of the newest step in the measured rate."""
 
-STEPS_MAX = 250
+GIVEN_BYTES_MAX = 2**29
+"""At most this many bytes of pixels of images that are edited are in a replica's memory: about 40 of the largest."""
+
+FARTHEST = 4
+"""How many times as many patches as the largest image so far has the largest one whose memory is predicted from it."""
 
 Refused = Callable[[SatchelError | None], None]
 Send = Callable[[str, ImageUpdate], None]
@@ -68,13 +72,13 @@ class ImagePace:
     Attributes:
         tokens_per_s: patches of 16 x 16 pixels through one step, per second; 0 before the first step.
         step_s: of the latest step; None before the first one.
-        token_bytes: of temporary memory, by patch of an image; 0 before the first image.
     """
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
         self.step_s: float | None = None
-        self.token_bytes = 0.0
+        self._largest: tuple[int, int] | None = None
+        """The patches and the temporary bytes of the largest image so far."""
 
     def note_step(self, tokens: int, seconds: float) -> None:
         rate = tokens / max(seconds, 1e-9)
@@ -83,7 +87,19 @@ class ImagePace:
         self.step_s = seconds
 
     def note_image(self, tokens: int, temporary_bytes: int) -> None:
-        self.token_bytes = max(self.token_bytes, temporary_bytes / tokens)
+        """Notes the memory of an image of so many patches, in bytes. Those that were given count too."""
+        self._largest = min(self._largest or (0, 0), (tokens, temporary_bytes), key=lambda each: (-each[0], each[1]))
+
+    def image_bytes(self, tokens: int) -> int:
+        """Predicts the temporary memory of an image of so many patches, in bytes; 0 before the first image.
+
+        A small image says little of a large one, for a part of its memory does not grow. So the prediction grows with
+        the patches up to `FARTHEST` times those of the largest image so far, and no further.
+        """
+        if self._largest is None:
+            return 0
+        most, nbytes = self._largest
+        return nbytes * min(tokens, FARTHEST * most) // most
 
 
 class ImageEngine:
@@ -92,18 +108,27 @@ class ImageEngine:
     Args:
         waiting_max: how many requests may wait.
         memory_bytes: of temporary memory for one image.
+        given_bytes_max: the bytes of the pixels of the images that are edited, of all requests together. If there is no
+            other, one request may have more.
         send: takes how far an image is, on the engine's thread.
     """
 
     def __init__(
-        self, pipeline: ImagePipeline, identity: ModelIdentity, waiting_max: int, memory_bytes: int, send: Send
+        self,
+        pipeline: ImagePipeline,
+        identity: ModelIdentity,
+        waiting_max: int,
+        memory_bytes: int,
+        send: Send,
+        *,
+        given_bytes_max: int = GIVEN_BYTES_MAX,
     ) -> None:
         self.pipeline, self.identity = pipeline, identity
         self.counters, self.pace = ImageCounters(), ImagePace()
         self.queue = ImageQueue(waiting_max)
-        self.memory_bytes = memory_bytes
+        self.memory_bytes, self.given_bytes_max = memory_bytes, given_bytes_max
         self.temporary_bytes = 0
-        """The most temporary memory of an image so far, in bytes."""
+        """The most temporary memory of loading and of an image so far, in bytes."""
         self._send = send
         self._asked: dict[str, ImageRequest] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -184,7 +209,7 @@ class ImageEngine:
             return self._closed
         if (refusal := self._unfit(request, steps)) is not None:
             return InvalidRequest(refusal[1], param=refusal[0])
-        if (needed := int(self.pace.token_bytes * tokens)) > self.memory_bytes:
+        if (needed := self.pace.image_bytes(_patches(request))) > self.memory_bytes:
             message = f"size: an image of this size takes about {needed >> 20} MiB of memory beside the model's weights"
             return InvalidRequest(f"{message}; {self.memory_bytes >> 20} MiB are left here", param="size")
         if request.request_id in self.queue:
@@ -194,6 +219,9 @@ class ImageEngine:
             return QueueFull(f"the queue is full ({self.queue.waiting_max} images wait)")
         if reason == "full_for_it":
             return QueueFull("the queue is full for this caller: the rest of it is reserved for others")
+        others = sum(map(_given_bytes, self._asked.values()))
+        if others and (given := _given_bytes(request)) and others + given > self.given_bytes_max:
+            return QueueFull(f"the images of edits that wait take {others >> 20} MiB already")
         self._asked[request.request_id] = request
         deadline = time.monotonic() + request.deadline_s
         job = ImageJob(request.request_id, tokens, steps, request.priority, deadline, request.tenant, request.flow)
@@ -213,8 +241,8 @@ class ImageEngine:
                 limits = f"from {info.side_min} to {info.side_max}"
                 return "size", f"size: width and height must be multiples of {info.multiple} {limits} for this model"
         fewest = info.edit_steps_min if request.images else info.steps_min
-        if not fewest <= steps <= STEPS_MAX:
-            return "steps", f"steps: {fewest} to {STEPS_MAX} are possible with this model"
+        if not fewest <= steps <= IMAGE_STEPS_MAX:
+            return "steps", f"steps: {fewest} to {IMAGE_STEPS_MAX} are possible with this model"
         return None
 
     def _make(self, job: ImageJob) -> None:
@@ -244,7 +272,7 @@ class ImageEngine:
             self._end(job.request_id, GenerationFailed(f"the image was not made: {type(error).__name__}"))
         else:
             self.temporary_bytes = max(self.temporary_bytes, mx.get_peak_memory() - before)
-            self.pace.note_image(job.tokens, max(0, mx.get_peak_memory() - before))
+            self.pace.note_image(_patches(request), max(0, mx.get_peak_memory() - before))
             self.counters.images += 1
             self._tell(job.request_id, image=made.pixels, prompt_tokens=made.prompt_tokens)
             self._forget(job.request_id)
@@ -288,3 +316,12 @@ class ImageEngine:
     def _forget(self, request_id: str) -> None:
         self.queue.remove(request_id)
         del self._asked[request_id]
+
+
+def _patches(request: ImageRequest) -> int:
+    """Returns the patches of an image and of those that are given for it."""
+    return sum(image_tokens(each.width, each.height) for each in [request, *request.images])
+
+
+def _given_bytes(request: ImageRequest) -> int:
+    return sum(len(each.data) for each in request.images)

@@ -29,7 +29,7 @@ from ..device import blas
 from ..device.device import device_kind, device_name
 from ..execution.findings import version_of
 from ..memory.replica_memory import ReplicaMemory
-from .engine import ImageEngine
+from .engine import GIVEN_BYTES_MAX, ImageEngine
 from .pipeline import ImagePipeline
 from .reports import ImageReports
 
@@ -41,6 +41,10 @@ SERVED_S = 30.0
 STUCK_TIMES = 20.0
 """The watchdog's limit is multiplied by this: text encoder and decoder compute at once, between a large image's
 steps."""
+
+
+GIVEN_PART = 8
+"""The images that are edited take at most this part of the memory that is left beside the weights (an eighth)."""
 
 
 class ImageShell(Protocol):
@@ -119,9 +123,13 @@ class ImageServing:
         pipeline = ImagePipeline.load(folder, model.source)
         check_unchanged(digested, paths)
         weights = mx.get_active_memory()
-        share = memory.settle_weights(weights, max(0, mx.get_peak_memory() - weights))
+        temporary = max(0, mx.get_peak_memory() - weights)
+        given = min(GIVEN_BYTES_MAX, memory.share_bytes() // GIVEN_PART) if pipeline.info.edits else 0
+        share = memory.settle_weights(weights, temporary + given) - given
         identity = ModelIdentity({name: each.digest.hex() for name, each in digested.items()}, _computing())
-        engine = ImageEngine(pipeline, identity, self._scheduling.queue_requests_max, share, self._shell.send_image)
+        waiting_max, send = self._scheduling.queue_requests_max, self._shell.send_image
+        engine = ImageEngine(pipeline, identity, waiting_max, share, send, given_bytes_max=given)
+        engine.temporary_bytes = temporary
         return engine, folder
 
     def _watch(self, engine: ImageEngine, memory: ReplicaMemory) -> None:
@@ -132,10 +140,10 @@ class ImageServing:
         def resize(share_bytes: int, *sizes: int) -> None:
             engine.memory_bytes = share_bytes + engine.temporary_bytes
 
-        watched = (lambda: engine.temporary_bytes), resize
+        watched = (lambda: engine.temporary_bytes + engine.given_bytes_max), resize
         threading.Thread(target=memory.watch, args=watched, name="memory", daemon=True).start()
         floor_s = STUCK_TIMES * self._scheduling.stuck_s
-        watchdog.watch(ENGINE, engine.call, lambda: max(floor_s, limit_s(floor_s, engine.pace.step_s or floor_s)))
+        watchdog.watch(ENGINE, engine.call, lambda: limit_s(floor_s, engine.pace.step_s or 0.0))
         names = self._name, self._model.name, self._node.name
         reports = ImageReports(*names, engine, self._timing, lambda: watchdog.is_slow(ENGINE))
         threading.Thread(target=reports.reporter.run, name="reporter", daemon=True).start()
