@@ -87,7 +87,7 @@ class _Parts:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         kind, _ = parse_options_header(self._headers.get(b"content-type", b"text/plain"))
-        self._is_file = b"filename" in options or not kind.startswith(b"text/")
+        self._is_file = b"filename" in options or b"filename*" in options or not kind.startswith(b"text/")
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
         self._data += data[start:end]

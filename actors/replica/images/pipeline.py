@@ -7,11 +7,12 @@ tells of them. What is called there may end the image by an exception.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -40,6 +41,9 @@ MULTIPLE = 16
 TRIED_STEPS = (1, 2)
 _EXTRA = {"upsample_prompt": False}
 """Without it, FLUX.3 downloads a model that rewrites prompts."""
+
+_LOADED_WITH: Mapping[str, dict[str, Any]] = MappingProxyType({"ernie_image": {"use_prompt_enhancer": False}})
+"""How families are loaded besides. ERNIE-Image would rewrite prompts, during which an image cannot be ended."""
 
 _ERRORS = (Exception, SystemExit)
 
@@ -89,10 +93,12 @@ class ImagePipeline:
                 "does not have here, or files are missing"
             )
         try:
-            # Without eviction, or weights would be read from the disk again for each image.
-            options = {"model_path": folder, "evict_text_encoder": False, "download": False}
-            editor = edited.from_model_id(str(folder), **options) if edited is not None else None
-            generator = made.from_model_id(str(folder), **options) if made is not None else None
+            editor = edited.from_model_id(str(folder), **_options(edited, folder)) if edited is not None else None
+            # One class may do both.
+            if made is edited:
+                generator = editor
+            else:
+                generator = made.from_model_id(str(folder), **_options(made, folder)) if made is not None else None
             return cls._tried(generator, editor)
         except ModelLoadError:
             raise
@@ -113,7 +119,7 @@ class ImagePipeline:
             usual = editor.default_sampling
             found |= {"edits": True, "edit_steps": usual.steps, "edit_guidance": float(usual.guidance)}
             found |= {"edit_steps_min": fewest}
-            if generator is not None:
+            if generator is not None and generator is not editor:
                 components_shared(generator.pipeline, editor.pipeline)
         if generator is not None and (fewest := pipeline.fewest_steps(request)) is not None:
             usual = generator.default_sampling
@@ -253,6 +259,14 @@ def _made(model: Any, request: ImageRequest, paths: Sequence[str]) -> Any:
     if request.images:
         return model.edit(ImageEditRequest(request.prompt, tuple(paths), **how))
     return model.generate(ImageGenerationRequest(request.prompt, **how))
+
+
+def _options(kind: Any, folder: Path) -> dict[str, Any]:
+    """Returns how mlx-vlm's class loads the model in a folder."""
+    options: dict[str, Any] = {"model_path": folder, "download": False}
+    # Without eviction, or weights would be read from the disk again for each image.
+    options |= {"evict_text_encoder": False, "evict_transformer": False}
+    return options | _LOADED_WITH.get(kind.model_type, {})
 
 
 def _task(request: ImageRequest) -> str:
