@@ -41,6 +41,8 @@ _UNDONE = MappingProxyType(
         "frame_count": (),
         "frame_duration_ms": (),
         "svg": (),
+        "mask": (),
+        "markup": (),
     }
 )
 """OpenAI's fields that are not supported, with the values that change nothing."""
