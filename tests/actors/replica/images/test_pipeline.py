@@ -160,7 +160,9 @@ def test_code_in_a_components_folder_is_never_run(image_folders: dict[str, Path]
     config["auto_map"] = {"AutoTokenizer": [None, "own.Own"]}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
     code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\nfrom transformers import "
-    (folder / "tokenizer" / "own.py").write_text(f"{code}PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n")
+    (folder / "tokenizer" / "own.py").write_text(
+        f"{code}PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n"
+    )
     with pytest.raises(ModelLoadError, match=r"code of its own \(tokenizer/own.py\), which is never run"):
         ImagePipeline.load(folder, "code")
     assert not (tmp_path / "ran").exists()
