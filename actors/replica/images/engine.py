@@ -29,7 +29,7 @@ from ....cluster.errors import (
     Unavailable,
 )
 from ...model_files.model_identity import ModelIdentity
-from ...protocol.replica_messages import IMAGE_STEPS_MAX, ImageRequest, ImageUpdate, Pixels, image_tokens
+from ...protocol.replica_messages import ImageRequest, ImageUpdate, Pixels, image_refusal, image_tokens
 from ..device.device_errors import DeviceFailed, on_device
 from .pipeline import ImagePipeline
 from .queue import ImageJob, ImageQueue
@@ -207,7 +207,7 @@ class ImageEngine:
         tokens, steps = image_tokens(request.width, request.height), self.pipeline.steps_of(request)
         if self._closed is not None:
             return self._closed
-        if (refusal := self._unfit(request, steps)) is not None:
+        if (refusal := image_refusal(self.pipeline.info, request, steps)) is not None:
             return InvalidRequest(refusal[1], param=refusal[0])
         if (needed := self.pace.image_bytes(_patches(request))) > self.memory_bytes:
             message = f"size: an image of this size takes about {needed >> 20} MiB of memory beside the model's weights"
@@ -227,22 +227,6 @@ class ImageEngine:
         job = ImageJob(request.request_id, tokens, steps, request.priority, deadline, request.tenant, request.flow)
         self.queue.add(job)
         self.counters.requests += 1
-        return None
-
-    def _unfit(self, request: ImageRequest, steps: int) -> tuple[str, str] | None:
-        """Returns the field that this model does not take, and why; None if it takes all."""
-        info = self.pipeline.info
-        if request.images and not info.edits:
-            return "model", "the model edits no images: POST /v1/images/generations"
-        if not request.images and not info.generates:
-            return "model", "the model only edits images: POST /v1/images/edits"
-        for side in (request.width, request.height):
-            if side % info.multiple or not info.side_min <= side <= info.side_max:
-                limits = f"from {info.side_min} to {info.side_max}"
-                return "size", f"size: width and height must be multiples of {info.multiple} {limits} for this model"
-        fewest = info.edit_steps_min if request.images else info.steps_min
-        if not fewest <= steps <= IMAGE_STEPS_MAX:
-            return "steps", f"steps: {fewest} to {IMAGE_STEPS_MAX} are possible with this model"
         return None
 
     def _make(self, job: ImageJob) -> None:

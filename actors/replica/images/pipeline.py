@@ -30,9 +30,6 @@ from ...protocol.replica_messages import ImageInfo, ImageRequest, Pixels
 
 logger = logging.getLogger(__name__)
 
-SIDE_MAX = 2048
-"""No image is wider or higher, in pixels, whatever its family can do: memory grows with the square."""
-
 SIDES_MIN = {"z_image": 16, "ernie_image": 16, "moss_image": 16, "mage_flow": 512}
 """The least width and height of families, in pixels, as their pipelines check them."""
 
@@ -52,7 +49,7 @@ Paused = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class MadeImage:
+class FinishedImage:
     """A finished image, and the number of its prompt's tokens."""
 
     pixels: Pixels
@@ -64,11 +61,12 @@ class ImagePipeline:
 
     Attributes:
         info: what it can do.
+        models: mlx-vlm's model by task, `generate` or `edit`; None if there is none.
     """
 
     def __init__(self, generator: Any, editor: Any, info: ImageInfo) -> None:
         self.info = info
-        self._models = {"generate": generator, "edit": editor}
+        self.models = {"generate": generator, "edit": editor}
 
     @classmethod
     def load(cls, folder: Path, source: str) -> ImagePipeline:
@@ -113,7 +111,7 @@ class ImagePipeline:
         pipeline = cls(generator, editor, ImageInfo(family, side_min=SIDES_MIN.get(family, USUAL_SIDE_MIN)))
         side = pipeline.info.side_min
         request = ImageRequest("", "", "a", side, side, 0, guidance=None)
-        found: dict[str, Any] = {"multiple": MULTIPLE, "side_max": SIDE_MAX}
+        found: dict[str, Any] = {"multiple": MULTIPLE}
         # Edits first: their VAE has an encoder too.
         if editor is not None and (fewest := pipeline.fewest_steps(_grey(request))) is not None:
             usual = editor.default_sampling
@@ -144,7 +142,7 @@ class ImagePipeline:
 
     def evaluate(self) -> None:
         """Evaluates all weights: those that the smallest image did not use are lazy."""
-        for model in filter(None, self._models.values()):
+        for model in filter(None, self.models.values()):
             parts = [getattr(model.pipeline, name, None) for name in IMAGE_COMPONENTS]
             mx.eval([part.parameters() for part in parts if isinstance(part, Module)])
         mx.clear_cache()
@@ -155,7 +153,9 @@ class ImagePipeline:
             return request.steps
         return self.info.edit_steps if request.images else self.info.steps
 
-    def make(self, request: ImageRequest, paused: Paused, partial: Callable[[Pixels], None] | None = None) -> MadeImage:
+    def make(
+        self, request: ImageRequest, paused: Paused, partial: Callable[[Pixels], None] | None = None
+    ) -> FinishedImage:
         """Makes an image.
 
         Args:
@@ -176,12 +176,9 @@ class ImagePipeline:
                 # Pipelines check what they are asked for before they compute.
                 raise InvalidRequest(f"the model does not take this: {first_sentence(error)}") from error
             finally:
-                for model in filter(None, self._models.values()):
+                for model in filter(None, self.models.values()):
                     prompts_forgotten(model.pipeline)
-        return MadeImage(_pixels(made.array), int(made.prompt_tokens or 0))
-
-    def model_for(self, request: ImageRequest) -> Any:
-        return self._models[_task(request)]
+        return FinishedImage(_pixels(made.array), int(made.prompt_tokens or 0))
 
 
 class _Watched:
@@ -196,7 +193,7 @@ class _Watched:
         partial: Callable[[Pixels], None] | None,
     ) -> None:
         self._pipeline, self._request, self._paths = pipeline, request, paths
-        self._model = pipeline.model_for(request)
+        self._model = pipeline.models[_task(request)]
         self._paused, self._partial = paused, partial
         self._steps, self._called, self._shows = 0, False, False
         self.evaluations = 0

@@ -35,9 +35,6 @@ from .reports import ImageReports
 
 logger = logging.getLogger(__name__)
 
-SERVED_S = 30.0
-"""If a replica ends sooner than this after its model was loaded, the next process waits before it loads."""
-
 STUCK_TIMES = 20.0
 """The watchdog's limit is multiplied by this: text encoder and decoder compute at once, between a large image's
 steps."""
@@ -147,15 +144,7 @@ class ImageServing:
         names = self._name, self._model.name, self._node.name
         reports = ImageReports(*names, engine, self._timing, lambda: watchdog.is_slow(ENGINE))
         threading.Thread(target=reports.reporter.run, name="reporter", daemon=True).start()
-        served = threading.Timer(SERVED_S, self._note_served)
-        served.daemon = True
-        served.start()
-
-    def _note_served(self) -> None:
-        try:
-            registry.note_served(self._name)
-        except Exception as error:
-            logger.warning("the control store does not answer: %s", error)
+        registry.note_served_later(self._name)
 
 
 def _not_for_images(model: Model) -> str:

@@ -14,7 +14,7 @@ import pytest
 from satchel.actors.model_files.model_identity import ModelIdentity
 from satchel.actors.protocol.replica_messages import ImageInfo, ImageRequest, ImageUpdate, Pixels
 from satchel.actors.replica.images.engine import ImageEngine, ImagePace
-from satchel.actors.replica.images.pipeline import MadeImage
+from satchel.actors.replica.images.pipeline import FinishedImage
 from satchel.cluster.errors import SatchelError
 
 PIXELS = Pixels(16, 16, b"\x00" * 768)
@@ -33,7 +33,7 @@ class Steps:
     def steps_of(self, request: ImageRequest) -> int:
         return request.steps or 4
 
-    def make(self, request: ImageRequest, paused: Callable[[int], None], partial: Any = None) -> MadeImage:
+    def make(self, request: ImageRequest, paused: Callable[[int], None], partial: Any = None) -> FinishedImage:
         self.begun.append(request.request_id)
         if request.prompt == "no memory":
             raise RuntimeError("out of memory")
@@ -44,7 +44,7 @@ class Steps:
             paused(step)
             if partial is not None and step == 1:
                 partial(PIXELS)
-        return MadeImage(PIXELS, 3)
+        return FinishedImage(PIXELS, 3)
 
 
 class World:
