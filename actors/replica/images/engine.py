@@ -108,6 +108,8 @@ class ImageEngine:
     Args:
         waiting_max: how many requests may wait.
         memory_bytes: of temporary memory for one image.
+        claim: claims memory before an image needs more than any before it, given the bytes of temporary memory in all,
+            on the engine's thread.
         given_bytes_max: the bytes of the pixels of the images that are edited, of all requests together. If there is no
             other, one request may have more.
         send: takes how far an image is, on the engine's thread.
@@ -120,6 +122,7 @@ class ImageEngine:
         waiting_max: int,
         memory_bytes: int,
         send: Send,
+        claim: Callable[[int], None] = lambda nbytes: None,
         *,
         given_bytes_max: int = GIVEN_BYTES_MAX,
     ) -> None:
@@ -129,7 +132,8 @@ class ImageEngine:
         self.memory_bytes, self.given_bytes_max = memory_bytes, given_bytes_max
         self.temporary_bytes = 0
         """The most temporary memory of loading and of an image so far, in bytes."""
-        self._send = send
+        self._predicted = 0
+        self._send, self._claim = send, claim
         self._asked: dict[str, ImageRequest] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closed: SatchelError | None = None
@@ -177,6 +181,12 @@ class ImageEngine:
         self.call(lambda: None)
 
     @property
+    def needed_bytes(self) -> int:
+        """What the engine needs besides the weights now, in bytes: temporary memory, as predicted for the current image
+        if that is more than any has taken, and the images that are edited."""
+        return max(self.temporary_bytes, self._predicted) + self.given_bytes_max
+
+    @property
     def idle_s(self) -> float:
         """For how long there has been no request."""
         return 0.0 if self.queue.request_ids else time.monotonic() - self._idle_since
@@ -209,9 +219,8 @@ class ImageEngine:
             return self._closed
         if (refusal := image_refusal(self.pipeline.info, request, steps)) is not None:
             return InvalidRequest(refusal[1], param=refusal[0])
-        if (needed := self.pace.image_bytes(_patches(request))) > self.memory_bytes:
-            message = f"size: an image of this size takes about {needed >> 20} MiB of memory beside the model's weights"
-            return InvalidRequest(f"{message}; {self.memory_bytes >> 20} MiB are left here", param="size")
+        if (refused := self._too_large(request)) is not None:
+            return refused
         if request.request_id in self.queue:
             return Unavailable(f"request {request.request_id} has not left yet")
         reason = self.queue.refusal(request.tenant, request.flow)
@@ -229,8 +238,27 @@ class ImageEngine:
         self.counters.requests += 1
         return None
 
+    def _too_large(self, request: ImageRequest) -> InvalidRequest | None:
+        """Returns the refusal of an image that would not fit into memory; None if it does, or if that is not known."""
+        needed = self.pace.image_bytes(_patches(request))
+        if needed <= self.memory_bytes:
+            return None
+        message = f"size: an image of this size takes about {needed >> 20} MiB of memory beside the model's weights"
+        return InvalidRequest(f"{message}; {self.memory_bytes >> 20} MiB are left here", param="size")
+
     def _make(self, job: ImageJob) -> None:
         request = self._asked[job.request_id]
+        # Another model may have been loaded since it was accepted.
+        if (refused := self._too_large(request)) is not None:
+            return self._end(job.request_id, refused)
+        self._predicted = self.pace.image_bytes(_patches(request))
+        try:
+            self._claim(self.needed_bytes)
+            self._compute(job, request)
+        finally:
+            self._predicted = 0
+
+    def _compute(self, job: ImageJob, request: ImageRequest) -> None:
         self._steps, self._began = 0, time.perf_counter()
         mx.reset_peak_memory()
         before = mx.get_active_memory()

@@ -84,6 +84,7 @@ class ImageServing:
                 self._node,
                 self._scheduling,
                 comes_and_goes=self._model.load == "request",
+                kv=False,
             ) as memory:
                 self._shell.note_memory(memory)
                 engine, folder = self._load(memory)
@@ -125,7 +126,7 @@ class ImageServing:
         share = memory.settle_weights(weights, temporary + given) - given
         identity = ModelIdentity({name: each.digest.hex() for name, each in digested.items()}, _computing())
         waiting_max, send = self._scheduling.queue_requests_max, self._shell.send_image
-        engine = ImageEngine(pipeline, identity, waiting_max, share, send, given_bytes_max=given)
+        engine = ImageEngine(pipeline, identity, waiting_max, share, send, memory.grow, given_bytes_max=given)
         engine.temporary_bytes = temporary
         return engine, folder
 
@@ -135,9 +136,9 @@ class ImageServing:
         watchdog = self._shell.watchdog
 
         def resize(share_bytes: int, *sizes: int) -> None:
-            engine.memory_bytes = share_bytes + engine.temporary_bytes
+            engine.memory_bytes = share_bytes + memory.workspace_bytes - engine.given_bytes_max
 
-        watched = (lambda: engine.temporary_bytes + engine.given_bytes_max), resize
+        watched = (lambda: engine.needed_bytes), resize
         threading.Thread(target=memory.watch, args=watched, name="memory", daemon=True).start()
         floor_s = STUCK_TIMES * self._scheduling.stuck_s
         watchdog.watch(ENGINE, engine.call, lambda: limit_s(floor_s, engine.pace.step_s or 0.0))

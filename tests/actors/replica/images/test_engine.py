@@ -219,6 +219,28 @@ def test_memory_is_predicted_from_the_largest_image():
     assert [pace.image_bytes(tokens) for tokens in (100, 400, 800, 8000)] == [3000, 12000, 24000, 24000]
 
 
+def test_memory_is_claimed_before_an_image_that_needs_more(world: World):
+    engine, claimed = world.engine, list[int]()
+    engine._claim, engine.given_bytes_max = claimed.append, 100
+    engine.pace.note_image(1, 2**40)
+    engine.pace.note_image(4, 2**20)
+    engine.temporary_bytes = 2**20
+    world.submit("a", width=64, height=64, steps=200)
+    world.between_steps()
+    assert claimed == [2**22 + 100] == [engine.needed_bytes]
+    # Memory that has gone meanwhile ends a request that waited for it.
+    waits: Future[SatchelError | None] = Future()
+    world.ended["b"] = Future()
+    engine.submit(replace(REQUEST, request_id="b", width=64, height=64), waits.set_result)
+    world.let_on(2)
+    assert waits.result(20) is None
+    engine.memory_bytes = 2**21
+    engine.abort(("a",))
+    world.let_on()
+    assert kind(world.end_of("b")) == "InvalidRequest"
+    assert engine.needed_bytes == 2**20 + 100
+
+
 def test_the_images_that_wait_to_be_edited_are_limited_by_their_bytes(world: World):
     world.pipeline.info = replace(world.pipeline.info, edits=True, edit_steps=4)
     world.engine.given_bytes_max = 3 * len(PIXELS.data)
