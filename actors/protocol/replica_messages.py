@@ -346,8 +346,9 @@ class ReplicaStats:
     A block has a slot of the pool in each group of equal layers. `slots_running` are held by sequences and by KV that
     waits to be written, `slots_kept` by cached prefixes that no sequence uses. `memory_bytes` is all that the replica
     holds besides its model, out of `memory_bytes_max`. `claimed_bytes` is what its model needs (weights, and temporary
-    memory), out of `claimable_bytes` for all replicas of its node, their KV included. `split_requests_total` counts the
-    sequences that another node prefilled, and `split_fallbacks_total` those of them for which some KV did not arrive.
+    memory), out of `claimable_bytes` for all replicas of its node, their KV included. `has_kv`: whether it needs KV
+    besides; a model that makes images does not. `split_requests_total` counts the sequences that another node
+    prefilled, and `split_fallbacks_total` those of them for which some KV did not arrive.
     `prepared_tokens_total` were prefilled before a request needed them; requests used `prepared_tokens_used_total` of
     them, and `prepared_tokens_wasted_total` were evicted before that.
     `proving`, `proving_since` and `stages` as in `ModelInfo`.
@@ -399,6 +400,7 @@ class ReplicaStats:
     memory_bytes_max: int = 0
     claimed_bytes: int = 0
     claimable_bytes: int = 0
+    has_kv: bool = True
     node: str = ""
     model_id: str = ""
     computing: dict[str, str] = field(default_factory=dict)

@@ -80,6 +80,7 @@ def image_stats(
         device_failures_total=counters.device_failures,
         claimed_bytes=memory.claimed_bytes if memory is not None else 0,
         claimable_bytes=memory.bytes_max if memory is not None else 0,
+        has_kv=False,
     )
 
 
