@@ -128,6 +128,7 @@ def replica_stats(
         vision_bytes=engine.pictures.embeddings.nbytes,
         claimed_bytes=memory.claimed_bytes if memory is not None else 0,
         claimable_bytes=memory.bytes_max if memory is not None else 0,
+        has_kv=True,
         **engine.room.usage,
         **_disk_stats(engine, disk),
     )
