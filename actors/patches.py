@@ -36,8 +36,9 @@ class Change:
 
 NO_CHANGE = Change(lambda: None, lambda: None)
 
-IMAGE_COMPONENTS = ("text_encoder", "transformer", "vae")
-"""The parts of a pipeline of mlx-vlm that makes images, by the names of its attributes."""
+IMAGE_TRANSFORMERS = ("transformer", "conditional_transformer", "unconditional_transformer")
+IMAGE_COMPONENTS = ("text_encoder", "queryformer", "text_projection", *IMAGE_TRANSFORMERS, "vae")
+"""The parts of pipelines of mlx-vlm that make images, by the names of their attributes. None has all of them."""
 
 
 def rebound(model: Any, name: str, make: Callable[[Any], Any]) -> Change | None:
@@ -321,7 +322,7 @@ def image_model_classes(folder: str) -> tuple[Any, Any]:
 def components_shared(pipeline: Any, other: Any) -> None:
     """Gives a pipeline of mlx-vlm the components of another one of the same model.
 
-    Changes: the attributes of that one pipeline for its text encoder, transformer and VAE.
+    Changes: the attributes of that one pipeline for its components, such as text encoder, transformer and VAE.
     Why: mlx-vlm has a pipeline to generate images and one to edit them, each of which loads the weights.
     Fits: mlx-vlm 0.7.10.
     Noticed by: tests/actors/test_patches.py::test_two_pipelines_share_their_components
@@ -341,7 +342,7 @@ def prompts_forgotten(pipeline: Any) -> None:
     """
     cache = getattr(pipeline, "prompt_cache", None)
     if isinstance(cache, dict):
-        dict.clear(cache)
+        cache.clear()
 
 
 class _Passed:
@@ -381,7 +382,7 @@ class _ToldCalls(_Passed):
 def steps_told(pipeline: Any, called: Callable[[], None], evaluated: Callable[[Sequence[Any]], None]) -> Change:
     """Tells what a pipeline of mlx-vlm does.
 
-    Changes: the name `mx` in the modules in which the pipeline's classes are written, and the pipeline's transformer,
+    Changes: the name `mx` in the modules in which the pipeline's classes are written, and the pipeline's transformers,
         while an image is made.
     Why: mlx-vlm computes all steps of an image in one call, which takes no function to call between two of them. Each
         step ends with `mx.eval`.
@@ -389,24 +390,25 @@ def steps_told(pipeline: Any, called: Callable[[], None], evaluated: Callable[[S
     Noticed by: tests/actors/test_patches.py::test_each_step_of_a_pipeline_is_told
 
     Args:
-        called: called before each call of the transformer.
+        called: called before each call of a transformer.
         evaluated: called with the arrays after each evaluation. What it raises ends the image.
     """
     names = {each.__module__ for each in type(pipeline).__mro__}
     modules: list[Any] = [code for each in sorted(names) if hasattr(code := sys.modules[each], "mx")]
     before = [code.mx for code in modules]
-    transformer = getattr(pipeline, "transformer", None)
+    found = ((name, getattr(pipeline, name, None)) for name in IMAGE_TRANSFORMERS)
+    transformers = {name: transformer for name, transformer in found if transformer is not None}
 
     def make() -> None:
         for code, mx in zip(modules, before, strict=True):
             code.mx = _ToldEvaluations(mx, evaluated)
-        if transformer is not None:
-            pipeline.transformer = _ToldCalls(transformer, called)
+        for name, transformer in transformers.items():
+            setattr(pipeline, name, _ToldCalls(transformer, called))
 
     def undo() -> None:
         for code, mx in zip(modules, before, strict=True):
             code.mx = mx
-        if transformer is not None:
-            pipeline.transformer = transformer
+        for name, transformer in transformers.items():
+            setattr(pipeline, name, transformer)
 
     return Change(make, undo)

@@ -37,7 +37,12 @@ class _Loading:
     refused: ModelLoadError | None = None
 
     def check(self, repository: str, file: str) -> None:
-        own = Path(repository).resolve() == self.folder.resolve()
+        place, folder = Path(repository).resolve(), self.folder.resolve()
+        if place != folder and place.is_relative_to(folder):
+            name = (place.relative_to(folder) / file).as_posix()
+            self.refused = ModelLoadError(f"{self.source} brings code of its own ({name}), which is never run")
+            raise self.refused
+        own = place == folder
         if not (self.trusted and own and _is_plain(file)):
             self.refused = _refusal(self.source, file if own else f"{repository}, {file}", own and _is_plain(file))
             raise self.refused

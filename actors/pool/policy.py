@@ -29,6 +29,7 @@ class Wanted:
         since: when it was first asked for.
         beside_max: a replica found no room on a node, although the figures said so: fewer unpinned models than this
             must be there. None if none did.
+        kv: whether it has KV, as far as known.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Wanted:
     count: int | None = None
     since: float = 0.0
     beside_max: int | None = None
+    kv: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Resident:
         pinned: whether it is never unloaded.
         busy: whether it has requests.
         coming, leaving: whether it is being loaded, or unloaded.
+        kv: whether it has KV, as far as known.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Resident:
     busy: bool = False
     coming: bool = False
     leaving: bool = False
+    kv: bool = True
 
 
 @dataclass(frozen=True)
@@ -119,9 +123,9 @@ class _Room:
             return False
         if budget is None:
             return True
-        claims = [MemoryClaim(claim, 0) for one in there for claim in one.claims[node]]
-        claims += [MemoryClaim(self.wanted.need, 0)] * placed.count(node)
-        return has_room(budget, claims, MemoryClaim(self.wanted.need, 0))
+        claims = [MemoryClaim(claim, 0, one.kv) for one in there for claim in one.claims[node]]
+        need = MemoryClaim(self.wanted.need, 0, self.wanted.kv)
+        return has_room(budget, [*claims, *[need] * placed.count(node)], need)
 
 
 def plan(

@@ -149,6 +149,8 @@ class Pool:
         self._members: dict[str, _Member] = {}
         self._claimable: dict[str, int] = {}
         self._claimed: dict[str, int] = {}
+        self._without_kv: set[str] = set()
+        """The models of which it is known that they have no KV."""
         """What replicas claimed when they were heard last."""
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
@@ -262,6 +264,9 @@ class Pool:
         now = self._clock()
         for stats in view.stats.values():
             self._claimed[stats.replica] = stats.claimed_bytes
+            if stats.answers:
+                self._without_kv -= {stats.model}
+                self._without_kv |= set() if stats.has_kv else {stats.model}
             if stats.claimable_bytes and stats.node:
                 self._claimable[stats.node] = stats.claimable_bytes
         found = {entry.model.name: entry for entry in view.entries if entry.comes_and_goes}
@@ -360,9 +365,9 @@ class Pool:
             self._fail(member, ModelLoadError(f"{member.model.name!r} may run on {where}, and none is present"))
             return True
         residents = self._residents(member, view)
-        asked = Wanted(
-            member.model.name, member.need, member.model.replicas, member.wanted_since or 0.0, member.beside_max
-        )
+        name = member.model.name
+        since, has_kv = member.wanted_since or 0.0, name not in self._without_kv
+        asked = Wanted(name, member.need, member.model.replicas, since, member.beside_max, has_kv)
         step = plan(asked, budgets, residents, self._clock())
         member.state = WAITING
         if isinstance(step, Place):
@@ -395,7 +400,9 @@ class Pool:
         residents = []
         for entry in view.entries:
             if not entry.comes_and_goes and entry.replicas:
-                residents.append(Resident(entry.model.name, self._claims(entry.replicas, 0), pinned=True))
+                name = entry.model.name
+                claims, has_kv = self._claims(entry.replicas, 0), name not in self._without_kv
+                residents.append(Resident(name, claims, pinned=True, kv=has_kv))
         for member in self._members.values():
             if member is but or not member.placed:
                 continue
@@ -408,6 +415,7 @@ class Pool:
                     busy=member.busy,
                     coming=member.state == LOADING,
                     leaving=member.state == UNLOADING,
+                    kv=member.model.name not in self._without_kv,
                 )
             )
         return residents

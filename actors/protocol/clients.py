@@ -276,7 +276,7 @@ class ReplicaClient(Client):
         while.
 
         Raises:
-            ReplicaLost: the replica does not know the image: it has started anew.
+            ReplicaLost: the replica does not know the image: it has started anew, or has given the image up.
         """
         ...
 

@@ -7,7 +7,9 @@ Every function waits for the control store, about a millisecond: call them from 
 from __future__ import annotations
 
 import json
+import logging
 import re
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,6 +20,11 @@ from ...cluster.errors import InvalidRequest, ModelNotFound
 from ...cluster.stages import Stage
 from . import control_store
 from .router_messages import NodeEntry
+
+logger = logging.getLogger(__name__)
+
+SERVED_S = 30.0
+"""If a replica ends sooner than this after its model was loaded, the next process waits before it loads."""
 
 _MODEL = "model:"
 _REPLICA = "replica:"
@@ -106,6 +113,20 @@ def note_start(replica: str, *, again: bool) -> int:
 def note_served(replica: str) -> None:
     """Records that the replica's process has served for a while: its end will not count as an early one."""
     control_store.delete(_STARTS + replica)
+
+
+def note_served_later(replica: str) -> None:
+    """Calls `note_served` in `SERVED_S`, on a thread of its own."""
+
+    def note() -> None:
+        try:
+            note_served(replica)
+        except Exception as error:
+            logger.warning("the control store does not answer: %s", error)
+
+    timer = threading.Timer(SERVED_S, note)
+    timer.daemon = True
+    timer.start()
 
 
 def _read(prefix: str) -> dict[str, dict[str, Any]]:

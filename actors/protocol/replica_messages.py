@@ -227,6 +227,13 @@ class EmbeddingInfo:
     refusal: str = "it is not known whether it embeds texts"
 
 
+IMAGE_SIDE_MAX = 2048
+"""No image is wider or higher, in pixels, whatever its family can do: memory grows with the square."""
+
+IMAGE_STEPS_MAX = 250
+"""The most steps of an image."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
     """How a model makes images. `family` is mlx-vlm's name for its kind, "" if it makes none.
@@ -245,7 +252,7 @@ class ImageInfo:
     edit_guidance: float = 0.0
     multiple: int = 16
     side_min: int = 16
-    side_max: int = 2048
+    side_max: int = IMAGE_SIDE_MAX
     steps_min: int = 1
     edit_steps_min: int = 1
 
@@ -339,8 +346,9 @@ class ReplicaStats:
     A block has a slot of the pool in each group of equal layers. `slots_running` are held by sequences and by KV that
     waits to be written, `slots_kept` by cached prefixes that no sequence uses. `memory_bytes` is all that the replica
     holds besides its model, out of `memory_bytes_max`. `claimed_bytes` is what its model needs (weights, and temporary
-    memory), out of `claimable_bytes` for all replicas of its node, their KV included. `split_requests_total` counts the
-    sequences that another node prefilled, and `split_fallbacks_total` those of them for which some KV did not arrive.
+    memory), out of `claimable_bytes` for all replicas of its node, their KV included. `has_kv`: whether it needs KV
+    besides; a model that makes images does not. `split_requests_total` counts the sequences that another node
+    prefilled, and `split_fallbacks_total` those of them for which some KV did not arrive.
     `prepared_tokens_total` were prefilled before a request needed them; requests used `prepared_tokens_used_total` of
     them, and `prepared_tokens_wasted_total` were evicted before that.
     `proving`, `proving_since` and `stages` as in `ModelInfo`.
@@ -392,6 +400,7 @@ class ReplicaStats:
     memory_bytes_max: int = 0
     claimed_bytes: int = 0
     claimable_bytes: int = 0
+    has_kv: bool = True
     node: str = ""
     model_id: str = ""
     computing: dict[str, str] = field(default_factory=dict)
@@ -510,6 +519,28 @@ class ImageRequest:
     def tokens(self) -> int:
         """What it costs: the image's patches, once for each step."""
         return image_tokens(self.width, self.height) * (self.steps or 1)
+
+
+def image_refusal(info: ImageInfo, request: ImageRequest, steps: int) -> tuple[str, str] | None:
+    """Returns the field of a request for an image that its model does not take, and why; None if it takes all.
+
+    Args:
+        steps: the request's, or the model's own.
+    """
+    name = repr(request.model)
+    if request.images and not info.edits:
+        return "model", f"the model {name} edits no images: POST /v1/images/generations serves it"
+    if not request.images and not info.generates:
+        return "model", f"the model {name} only edits images: POST /v1/images/edits serves it"
+    for side in (request.width, request.height):
+        if side % info.multiple or not info.side_min <= side <= info.side_max:
+            limits = f"multiples of {info.multiple} from {info.side_min} to {info.side_max}"
+            size = f"{request.width}x{request.height}"
+            return "size", f"size: {size} is not possible with {name}; width and height must be {limits}"
+    fewest = info.edit_steps_min if request.images else info.steps_min
+    if not fewest <= steps <= IMAGE_STEPS_MAX:
+        return "steps", f"steps: {fewest} to {IMAGE_STEPS_MAX} are possible with {name}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from ...cluster.config import Model
 from ...cluster.errors import ModelLoadError
-from ..model_files.weights import bytes_in_memory, read_weight_files
+from ..model_files.weights import WeightFile, bytes_in_memory, read_weight_files
 from ..protocol.replica_messages import AdapterInfo, ModelInfo, ReplicaStats, StageInfo
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def replica_stats(
         decoding=engine.loaded.way.describe(),
         multiplying=engine.loaded.multiplying,
         folder=str(engine.loaded.folder),
-        weights_bytes=_stored_bytes(engine.loaded.folder),
+        weights_bytes=stored_bytes(engine.loaded.folder),
         idle_s=engine.idle_s,
         adapters=[adapter.name for adapter in engine.loaded.adapters.all],
         **proving,
@@ -127,16 +128,21 @@ def replica_stats(
         vision_bytes=engine.pictures.embeddings.nbytes,
         claimed_bytes=memory.claimed_bytes if memory is not None else 0,
         claimable_bytes=memory.bytes_max if memory is not None else 0,
+        has_kv=True,
         **engine.room.usage,
         **_disk_stats(engine, disk),
     )
 
 
 @cache
-def _stored_bytes(folder: Path) -> int:
-    """Returns the bytes of a model's weights as stored, 0 if unknown."""
+def stored_bytes(folder: Path, read: Callable[[Path], list[WeightFile]] = read_weight_files) -> int:
+    """Returns the bytes of a model's weights as stored, 0 if unknown.
+
+    Args:
+        read: returns the headers of the weight files in `folder`.
+    """
     try:
-        return bytes_in_memory(read_weight_files(folder), None)
+        return bytes_in_memory(read(folder), None)
     except ModelLoadError as error:
         logger.warning("the size of the weights is not known: %s", error.message)
         return 0

@@ -43,9 +43,6 @@ logger = logging.getLogger(__name__)
 COMPILES_TIMES = 4.0
 """The watchdog's limit is multiplied by this on a GPU, where kernels are compiled at the first use of a shape."""
 
-SERVED_S = 30.0
-"""If a replica ends sooner than this after its model was loaded, the next process waits before it loads."""
-
 
 class Shell(Protocol):
     """The part of a replica's actor that `Serving` uses: what callers see of the engine."""
@@ -253,15 +250,7 @@ class Serving:
         names = self._name, self._model.name, self._node.name
         self._reports = EngineReports(*names, engine, disk, self._timing, is_slow, shell.coming, node_meter())
         threading.Thread(target=self._reports.reporter.run, name="reporter", daemon=True).start()
-        served = threading.Timer(SERVED_S, self._note_served)
-        served.daemon = True
-        served.start()
-
-    def _note_served(self) -> None:
-        try:
-            registry.note_served(self._name)
-        except Exception as error:
-            logger.warning("the control store does not answer: %s", error)
+        registry.note_served_later(self._name)
 
     def _run(self, engine: Engine) -> None:
         try:

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from types import TracebackType
 from typing import TypeVar
@@ -270,8 +270,13 @@ class BodyReader:
             body, request.state.ignored = await asyncio.to_thread(parse, data)
             return body
 
-    async def read_with(self, request: Request, parse: Callable[[bytearray], T]) -> T:
+    async def read_with(
+        self, request: Request, parse: Callable[[bytearray], T], ignored: Callable[[T], Sequence[str]] = lambda made: ()
+    ) -> T:
         """Returns what `parse` makes of the whole body, in a worker thread. Large ones are parsed one at a time.
+
+        Args:
+            ignored: returns the names of fields that are ignored.
 
         Raises:
             UnsupportedMediaType: it has a content encoding.
@@ -281,7 +286,9 @@ class BodyReader:
         if codings_of(request):
             raise UnsupportedMediaType("this route does not support content encodings")
         async with self._reading(request) as data, self._large if len(data) > _LARGE_BYTES else nullcontext():
-            return await asyncio.to_thread(parse, data)
+            made = await asyncio.to_thread(parse, data)
+            request.state.ignored = names_for_header(ignored(made))
+            return made
 
     async def save(self, request: Request, take: Callable[[bytes], Awaitable[object]]) -> None:
         """Passes a body to `take` piece by piece, without holding it in memory. While `take` waits, nothing more is

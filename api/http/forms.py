@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 FORM = "multipart/form-data"
 PARTS_MAX = 100
 FIELD_BYTES_MAX = 256 * 2**10
+
+_ENCODED_NAME = re.compile(rb";\s*filename\*\s*=", re.IGNORECASE)
+"""A file's name with its encoding (RFC 8187), which the parser leaves out."""
 
 
 @dataclass
@@ -84,10 +88,12 @@ class _Parts:
         self._header = self._value = b""
 
     def _headers_end(self) -> None:
-        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        disposition = self._headers.get(b"content-disposition", b"")
+        _, options = parse_options_header(disposition)
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         kind, _ = parse_options_header(self._headers.get(b"content-type", b"text/plain"))
-        self._is_file = b"filename" in options or not kind.startswith(b"text/")
+        named = b"filename" in options or _ENCODED_NAME.search(disposition) is not None
+        self._is_file = named or not kind.startswith(b"text/")
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
         self._data += data[start:end]

@@ -11,7 +11,15 @@ import secrets
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 
-from ...actors.protocol.replica_messages import ImageInfo, ImageRequest, ImageUpdate, Pixels, image_tokens
+from ...actors.protocol.replica_messages import (
+    IMAGE_SIDE_MAX,
+    ImageInfo,
+    ImageRequest,
+    ImageUpdate,
+    Pixels,
+    image_refusal,
+    image_tokens,
+)
 from ...cluster.errors import InvalidRequest
 from ...cluster.telemetry.context import span
 from ..media.sources import Picture
@@ -38,7 +46,8 @@ class ImagesRequest(Request):
         seed: of the first image; each further one has the next. None draws one.
         steps, guidance: None for the model's own.
         partial_images: how many partial images a stream has.
-        files: (name of the field, content) of the images that are edited; none generates images.
+        files: (name of the field, content) of the images that are edited; none generates images. Emptied once they are
+            decoded.
     """
 
     prompt: str
@@ -77,7 +86,6 @@ class MadeImages:
     replica: str
     node: str
     why: str
-    parts: list[ImageAnswer]
 
 
 class ImageMaker:
@@ -102,6 +110,8 @@ class ImageMaker:
             model = await self._model(request)
             priority = caller.priority(request.options.priority)
             given = [await self._given(*each) for each in request.files]
+            # Only their pixels are needed from now on.
+            request.files.clear()
             first = _checked(request, model, given)
             note_model(IMAGES, request.model, model.info.name)
             shown = sum(image_tokens(each.width, each.height) for each in given)
@@ -164,7 +174,7 @@ class ImageMaker:
 
     async def _given(self, where: str, data: bytes) -> Picture:
         """Returns an image that is edited."""
-        return await self._generator.loader.load_file(data, where, ImageInfo().side_max)
+        return await self._generator.loader.load_file(data, where, IMAGE_SIDE_MAX)
 
 
 async def _all(calls: list[asyncio.Future[ImageAnswer]] | list) -> list[ImageAnswer]:
@@ -185,7 +195,7 @@ def _made(model: ServedModel, asked: list[ImageRequest], answers: list[ImageAnsw
         assert answer.update.image is not None
         images.append(MadeImage(answer.update.image, request.seed))
     first = answers[0]
-    return MadeImages(model, images, usage, first.replica, first.node, first.why, answers)
+    return MadeImages(model, images, usage, first.replica, first.node, first.why)
 
 
 def _checked(request: ImagesRequest, model: ServedModel, given: list[Picture]) -> ImageRequest:
@@ -195,35 +205,22 @@ def _checked(request: ImagesRequest, model: ServedModel, given: list[Picture]) -
         InvalidRequest: the model does not do this.
     """
     info = model.info.images
-    name = model.info.name
-    if given and not info.edits:
-        raise InvalidRequest(
-            f"the model {name!r} edits no images: POST /v1/images/generations serves it", param="model"
-        )
-    if not given and not info.generates:
-        raise InvalidRequest(f"the model {name!r} only edits images: POST /v1/images/edits serves it", param="model")
     width, height = request.size or _usual_size(info, given)
-    for side in (width, height):
-        if side % info.multiple or not info.side_min <= side <= info.side_max:
-            limits = f"multiples of {info.multiple} from {info.side_min} to {info.side_max}"
-            message = f"size: {width}x{height} is not possible with {name!r}; width and height must be {limits}"
-            raise InvalidRequest(message, param="size")
-    steps = request.steps or (info.edit_steps if given else info.steps)
-    fewest = info.edit_steps_min if given else info.steps_min
-    if steps < fewest:
-        raise InvalidRequest(f"steps: at least {fewest} are possible with {name!r}", param="steps")
-    return ImageRequest(
+    first = ImageRequest(
         request_id="",
         model=model.info.name,
         prompt=request.prompt,
         width=width,
         height=height,
         seed=0,
-        steps=steps,
+        steps=request.steps or (info.edit_steps if given else info.steps),
         guidance=request.guidance,
         partial_images=request.partial_images,
         images=[Pixels(each.width, each.height, each.pixels) for each in given],
     )
+    if (refusal := image_refusal(info, first, first.steps or 0)) is not None:
+        raise InvalidRequest(refusal[1], param=refusal[0])
+    return first
 
 
 def _usual_size(info: ImageInfo, given: list[Picture]) -> tuple[int, int]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.replica_messages import ImageRequest, ImageUpdate
-from ...cluster.errors import ActorSilent, ReplicaLost, from_wire
+from ...cluster.errors import ReplicaLost, from_wire
 from ..requests.backend import ImageAnswer
-from .resending import Resending
+from .resending import Forgotten, Resending
 from .routing import Routing
 
 
@@ -17,7 +17,7 @@ class RayImage(Resending[ImageRequest, ImageUpdate]):
     """One request for an image. On another replica the same seed begins the same image again.
 
     Args:
-        told: called with each update but the last.
+        told: called with each update but the last, and with the partial images of that one.
     """
 
     def __init__(self, routing: Routing, request: ImageRequest, told: Callable[[ImageUpdate], None]) -> None:
@@ -31,15 +31,17 @@ class RayImage(Resending[ImageRequest, ImageUpdate]):
             try:
                 update = await client.next_image(request.request_id, number)
             except ReplicaLost as error:
-                raise ActorSilent(error.message) from error
+                raise Forgotten(error.message) from error
             if update is None:
                 continue
             number = update.number
             if update.error is not None:
                 raise from_wire(update.error)
+            if update.image is None or update.partial:
+                # The last partial images may come with the image.
+                self._told(replace(update, image=None))
             if update.image is not None:
                 return update
-            self._told(update)
 
     async def run(self) -> ImageAnswer:
         """Raises as `Backend.make_image`."""

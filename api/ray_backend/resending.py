@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
+class Forgotten(Exception):
+    """A replica that lives does not know the request any more."""
+
+
 class Sent(Protocol):
     """What is sent: its id and model, how many tokens it computes, and how long it may take, in seconds."""
 
@@ -60,6 +64,7 @@ class Resending(Generic[Asked, Answer]):
             left_s: until the request's deadline.
 
         Raises:
+            Forgotten: it must be sent again.
             SatchelError: as the replica's method.
         """
         raise NotImplementedError
@@ -140,13 +145,14 @@ class Resending(Generic[Asked, Answer]):
         except asyncio.CancelledError:
             self._routing.background(link.abort([self._request.request_id]))
             raise
+        except Forgotten as error:
+            logger.warning("replica %s does not know request %s any more", decision.replica, self._request.request_id)
+            self._note_loss(decision, error)
+            return None
         except NoAnswer as error:
             logger.warning("replica %s is lost: %s", decision.replica, type(error.__cause__ or error).__name__)
-            self._lost, self._lost_at = [decision.replica], time.monotonic()
-            self._losses += 1
             self._routing.lose(decision.replica)
-            if self._losses > ATTEMPTS:
-                raise ReplicaLost(f"replica {decision.replica} was lost") from error
+            self._note_loss(decision, error)
             if asked and link.heard and (link.died or isinstance(error, ActorLost)):
                 await self._note_death(decision)
             return None
@@ -156,6 +162,17 @@ class Resending(Generic[Asked, Answer]):
         finally:
             if suspected:
                 link.probation.release()
+
+    def _note_loss(self, decision: Decision, error: Exception) -> None:
+        """Notes that a replica has lost the request; the next one asked is another one, if there is one.
+
+        Raises:
+            ReplicaLost: that has happened too often.
+        """
+        self._lost, self._lost_at = [decision.replica], time.monotonic()
+        self._losses += 1
+        if self._losses > ATTEMPTS:
+            raise ReplicaLost(f"replica {decision.replica} was lost") from error
 
     async def _note_death(self, decision: Decision) -> None:
         """Counts a replica's process that ended while it computed the request.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -289,14 +290,25 @@ def test_two_pipelines_share_their_components(image_folder: Path, image_pipeline
     other = made.from_model_id(str(image_folder), model_path=image_folder).pipeline
     assert other.transformer is None
     patches.components_shared(other, image_pipeline)
-    for name in patches.IMAGE_COMPONENTS:
+    names = [name for name in patches.IMAGE_COMPONENTS if hasattr(image_pipeline, name)]
+    assert names == ["text_encoder", "transformer", "vae"]
+    for name in names:
         assert getattr(other, name) is getattr(image_pipeline, name) is not None
+    # The others are those of other families.
+    families = ("ideogram4", "llada_image")
+    code = [str(import_module(f"mlx_vlm.models.{family}.pipeline").__file__) for family in families]
+    written = "".join(Path(path).read_text(encoding="utf-8") for path in code)
+    assert all(f"self.{name}" in written for name in patches.IMAGE_COMPONENTS)
 
 
 def test_a_pipeline_forgets_its_prompts():
-    pipeline = SimpleNamespace(prompt_cache={"a": 1})
-    patches.prompts_forgotten(pipeline)
-    assert pipeline.prompt_cache == {}
+    # Two families keep them in an OrderedDict, which has an order beside its entries.
+    for cache in ({"a": 1}, OrderedDict(a=1)):
+        pipeline = SimpleNamespace(prompt_cache=cache)
+        patches.prompts_forgotten(pipeline)
+        assert list(pipeline.prompt_cache) == []
+        pipeline.prompt_cache["b"] = 2
+        assert list(pipeline.prompt_cache) == ["b"]
     patches.prompts_forgotten(object())
     # It is still there, under that name.
     for family in ("flux2", "mage_flow"):
@@ -319,3 +331,11 @@ def test_each_step_of_a_pipeline_is_told(image_pipeline: Any):
     with pytest.raises(KeyError), patches.steps_told(image_pipeline, lambda: None, lambda arrays: {}["end"]).for_now():
         image_pipeline.generate_array("a", **how)
     assert code.mx is plain and image_pipeline.transformer is transformer
+
+
+def test_so_are_those_of_a_pipeline_with_two_transformers():
+    events, pipeline = list[str](), SimpleNamespace(conditional_transformer=abs, unconditional_transformer=abs)
+    with patches.steps_told(pipeline, lambda: events.append("call"), lambda arrays: None).for_now():
+        assert pipeline.conditional_transformer(-1) == pipeline.unconditional_transformer(-1) == 1
+    assert events == ["call", "call"]
+    assert pipeline.conditional_transformer is pipeline.unconditional_transformer is abs

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ....cluster.config import Model
 from ...model_files.image_folders import image_files, read_component_files
-from ...model_files.weights import bytes_in_memory
 from ...protocol.replica_messages import EmbeddingInfo, ModelInfo, ReplicaStats
+from ..describing import stored_bytes
 
 if TYPE_CHECKING:
     from ..memory.replica_memory import ReplicaMemory
@@ -69,7 +69,7 @@ def image_stats(
         model_id=engine.identity.model_id.hex(),
         computing=dict(engine.identity.computing),
         folder=str(folder),
-        weights_bytes=_stored_bytes(folder),
+        weights_bytes=stored_bytes(folder, read_component_files),
         idle_s=engine.idle_s,
         answers=answers,
         running=queue.running,
@@ -80,12 +80,8 @@ def image_stats(
         device_failures_total=counters.device_failures,
         claimed_bytes=memory.claimed_bytes if memory is not None else 0,
         claimable_bytes=memory.bytes_max if memory is not None else 0,
+        has_kv=False,
     )
-
-
-@cache
-def _stored_bytes(folder: Path) -> int:
-    return bytes_in_memory(read_component_files(folder), None)
 
 
 @cache

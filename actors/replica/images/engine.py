@@ -29,7 +29,7 @@ from ....cluster.errors import (
     Unavailable,
 )
 from ...model_files.model_identity import ModelIdentity
-from ...protocol.replica_messages import ImageRequest, ImageUpdate, Pixels, image_tokens
+from ...protocol.replica_messages import ImageRequest, ImageUpdate, Pixels, image_refusal, image_tokens
 from ..device.device_errors import DeviceFailed, on_device
 from .pipeline import ImagePipeline
 from .queue import ImageJob, ImageQueue
@@ -42,7 +42,11 @@ POLL_S = 0.5
 PACE_WEIGHT = 0.2
 """The weight of the newest step in the measured rate."""
 
-STEPS_MAX = 250
+GIVEN_BYTES_MAX = 2**29
+"""At most this many bytes of pixels of images that are edited are in a replica's memory: about 40 of the largest."""
+
+FARTHEST = 4
+"""How many times as many patches as the largest image so far has the largest one whose memory is predicted from it."""
 
 Refused = Callable[[SatchelError | None], None]
 Send = Callable[[str, ImageUpdate], None]
@@ -68,13 +72,13 @@ class ImagePace:
     Attributes:
         tokens_per_s: patches of 16 x 16 pixels through one step, per second; 0 before the first step.
         step_s: of the latest step; None before the first one.
-        token_bytes: of temporary memory, by patch of an image; 0 before the first image.
     """
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
         self.step_s: float | None = None
-        self.token_bytes = 0.0
+        self._largest: tuple[int, int] | None = None
+        """The patches and the temporary bytes of the largest image so far."""
 
     def note_step(self, tokens: int, seconds: float) -> None:
         rate = tokens / max(seconds, 1e-9)
@@ -83,7 +87,19 @@ class ImagePace:
         self.step_s = seconds
 
     def note_image(self, tokens: int, temporary_bytes: int) -> None:
-        self.token_bytes = max(self.token_bytes, temporary_bytes / tokens)
+        """Notes the memory of an image of so many patches, in bytes. Those that were given count too."""
+        self._largest = min(self._largest or (0, 0), (tokens, temporary_bytes), key=lambda each: (-each[0], each[1]))
+
+    def image_bytes(self, tokens: int) -> int:
+        """Predicts the temporary memory of an image of so many patches, in bytes; 0 before the first image.
+
+        A small image says little of a large one, for a part of its memory does not grow. So the prediction grows with
+        the patches up to `FARTHEST` times those of the largest image so far, and no further.
+        """
+        if self._largest is None:
+            return 0
+        most, nbytes = self._largest
+        return nbytes * min(tokens, FARTHEST * most) // most
 
 
 class ImageEngine:
@@ -92,19 +108,32 @@ class ImageEngine:
     Args:
         waiting_max: how many requests may wait.
         memory_bytes: of temporary memory for one image.
+        claim: claims memory before an image needs more than any before it, given the bytes of temporary memory in all,
+            on the engine's thread.
+        given_bytes_max: the bytes of the pixels of the images that are edited, of all requests together. If there is no
+            other, one request may have more.
         send: takes how far an image is, on the engine's thread.
     """
 
     def __init__(
-        self, pipeline: ImagePipeline, identity: ModelIdentity, waiting_max: int, memory_bytes: int, send: Send
+        self,
+        pipeline: ImagePipeline,
+        identity: ModelIdentity,
+        waiting_max: int,
+        memory_bytes: int,
+        send: Send,
+        claim: Callable[[int], None] = lambda nbytes: None,
+        *,
+        given_bytes_max: int = GIVEN_BYTES_MAX,
     ) -> None:
         self.pipeline, self.identity = pipeline, identity
         self.counters, self.pace = ImageCounters(), ImagePace()
         self.queue = ImageQueue(waiting_max)
-        self.memory_bytes = memory_bytes
+        self.memory_bytes, self.given_bytes_max = memory_bytes, given_bytes_max
         self.temporary_bytes = 0
-        """The most temporary memory of an image so far, in bytes."""
-        self._send = send
+        """The most temporary memory of loading and of an image so far, in bytes."""
+        self._predicted = 0
+        self._send, self._claim = send, claim
         self._asked: dict[str, ImageRequest] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closed: SatchelError | None = None
@@ -152,6 +181,12 @@ class ImageEngine:
         self.call(lambda: None)
 
     @property
+    def needed_bytes(self) -> int:
+        """What the engine needs besides the weights now, in bytes: temporary memory, as predicted for the current image
+        if that is more than any has taken, and the images that are edited."""
+        return max(self.temporary_bytes, self._predicted) + self.given_bytes_max
+
+    @property
     def idle_s(self) -> float:
         """For how long there has been no request."""
         return 0.0 if self.queue.request_ids else time.monotonic() - self._idle_since
@@ -182,11 +217,10 @@ class ImageEngine:
         tokens, steps = image_tokens(request.width, request.height), self.pipeline.steps_of(request)
         if self._closed is not None:
             return self._closed
-        if (refusal := self._unfit(request, steps)) is not None:
+        if (refusal := image_refusal(self.pipeline.info, request, steps)) is not None:
             return InvalidRequest(refusal[1], param=refusal[0])
-        if (needed := int(self.pace.token_bytes * tokens)) > self.memory_bytes:
-            message = f"size: an image of this size takes about {needed >> 20} MiB of memory beside the model's weights"
-            return InvalidRequest(f"{message}; {self.memory_bytes >> 20} MiB are left here", param="size")
+        if (refused := self._too_large(request)) is not None:
+            return refused
         if request.request_id in self.queue:
             return Unavailable(f"request {request.request_id} has not left yet")
         reason = self.queue.refusal(request.tenant, request.flow)
@@ -194,6 +228,9 @@ class ImageEngine:
             return QueueFull(f"the queue is full ({self.queue.waiting_max} images wait)")
         if reason == "full_for_it":
             return QueueFull("the queue is full for this caller: the rest of it is reserved for others")
+        others = sum(map(_given_bytes, self._asked.values()))
+        if others and (given := _given_bytes(request)) and others + given > self.given_bytes_max:
+            return QueueFull(f"the images of edits that wait take {others >> 20} MiB already")
         self._asked[request.request_id] = request
         deadline = time.monotonic() + request.deadline_s
         job = ImageJob(request.request_id, tokens, steps, request.priority, deadline, request.tenant, request.flow)
@@ -201,24 +238,27 @@ class ImageEngine:
         self.counters.requests += 1
         return None
 
-    def _unfit(self, request: ImageRequest, steps: int) -> tuple[str, str] | None:
-        """Returns the field that this model does not take, and why; None if it takes all."""
-        info = self.pipeline.info
-        if request.images and not info.edits:
-            return "model", "the model edits no images: POST /v1/images/generations"
-        if not request.images and not info.generates:
-            return "model", "the model only edits images: POST /v1/images/edits"
-        for side in (request.width, request.height):
-            if side % info.multiple or not info.side_min <= side <= info.side_max:
-                limits = f"from {info.side_min} to {info.side_max}"
-                return "size", f"size: width and height must be multiples of {info.multiple} {limits} for this model"
-        fewest = info.edit_steps_min if request.images else info.steps_min
-        if not fewest <= steps <= STEPS_MAX:
-            return "steps", f"steps: {fewest} to {STEPS_MAX} are possible with this model"
-        return None
+    def _too_large(self, request: ImageRequest) -> InvalidRequest | None:
+        """Returns the refusal of an image that would not fit into memory; None if it does, or if that is not known."""
+        needed = self.pace.image_bytes(_patches(request))
+        if needed <= self.memory_bytes:
+            return None
+        message = f"size: an image of this size takes about {needed >> 20} MiB of memory beside the model's weights"
+        return InvalidRequest(f"{message}; {self.memory_bytes >> 20} MiB are left here", param="size")
 
     def _make(self, job: ImageJob) -> None:
         request = self._asked[job.request_id]
+        # Another model may have been loaded since it was accepted.
+        if (refused := self._too_large(request)) is not None:
+            return self._end(job.request_id, refused)
+        self._predicted = self.pace.image_bytes(_patches(request))
+        try:
+            self._claim(self.needed_bytes)
+            self._compute(job, request)
+        finally:
+            self._predicted = 0
+
+    def _compute(self, job: ImageJob, request: ImageRequest) -> None:
         self._steps, self._began = 0, time.perf_counter()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -244,7 +284,7 @@ class ImageEngine:
             self._end(job.request_id, GenerationFailed(f"the image was not made: {type(error).__name__}"))
         else:
             self.temporary_bytes = max(self.temporary_bytes, mx.get_peak_memory() - before)
-            self.pace.note_image(job.tokens, max(0, mx.get_peak_memory() - before))
+            self.pace.note_image(_patches(request), max(0, mx.get_peak_memory() - before))
             self.counters.images += 1
             self._tell(job.request_id, image=made.pixels, prompt_tokens=made.prompt_tokens)
             self._forget(job.request_id)
@@ -288,3 +328,12 @@ class ImageEngine:
     def _forget(self, request_id: str) -> None:
         self.queue.remove(request_id)
         del self._asked[request_id]
+
+
+def _patches(request: ImageRequest) -> int:
+    """Returns the patches of an image and of those that are given for it."""
+    return sum(image_tokens(each.width, each.height) for each in [request, *request.images])
+
+
+def _given_bytes(request: ImageRequest) -> int:
+    return sum(len(each.data) for each in request.images)

@@ -7,11 +7,12 @@ tells of them. What is called there may end the image by an exception.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -22,14 +23,12 @@ from mlx_vlm.generate.image import ImageGenerationRequest
 from PIL import Image
 
 from ....cluster.errors import InvalidRequest, ModelLoadError
+from ...model_files.foreign_code import own_code_only
 from ...model_files.source import first_sentence
 from ...patches import IMAGE_COMPONENTS, components_shared, image_model_classes, prompts_forgotten, steps_told
 from ...protocol.replica_messages import ImageInfo, ImageRequest, Pixels
 
 logger = logging.getLogger(__name__)
-
-SIDE_MAX = 2048
-"""No image is wider or higher, in pixels, whatever its family can do: memory grows with the square."""
 
 SIDES_MIN = {"z_image": 16, "ernie_image": 16, "moss_image": 16, "mage_flow": 512}
 """The least width and height of families, in pixels, as their pipelines check them."""
@@ -40,6 +39,9 @@ TRIED_STEPS = (1, 2)
 _EXTRA = {"upsample_prompt": False}
 """Without it, FLUX.3 downloads a model that rewrites prompts."""
 
+_LOADED_WITH: Mapping[str, dict[str, Any]] = MappingProxyType({"ernie_image": {"use_prompt_enhancer": False}})
+"""How families are loaded besides. ERNIE-Image would rewrite prompts, during which an image cannot be ended."""
+
 _ERRORS = (Exception, SystemExit)
 
 Paused = Callable[[int], None]
@@ -47,7 +49,7 @@ Paused = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class MadeImage:
+class FinishedImage:
     """A finished image, and the number of its prompt's tokens."""
 
     pixels: Pixels
@@ -59,19 +61,26 @@ class ImagePipeline:
 
     Attributes:
         info: what it can do.
+        models: mlx-vlm's model by task, `generate` or `edit`; None if there is none.
     """
 
     def __init__(self, generator: Any, editor: Any, info: ImageInfo) -> None:
         self.info = info
-        self._models = {"generate": generator, "edit": editor}
+        self.models = {"generate": generator, "edit": editor}
 
     @classmethod
     def load(cls, folder: Path, source: str) -> ImagePipeline:
         """Loads the model in a folder, with all weights in memory, and makes the smallest image with it.
 
         Raises:
-            ModelLoadError: it is no model that mlx-vlm makes images with, or a file is damaged.
+            ModelLoadError: it is no model that mlx-vlm makes images with, a file is damaged, or it needs code in its
+                folder.
         """
+        with own_code_only(source, folder, trusted=False):
+            return cls._loaded(folder, source)
+
+    @classmethod
+    def _loaded(cls, folder: Path, source: str) -> ImagePipeline:
         try:
             made, edited = image_model_classes(str(folder))
         except _ERRORS as error:
@@ -82,10 +91,12 @@ class ImagePipeline:
                 "does not have here, or files are missing"
             )
         try:
-            # Without eviction, or weights would be read from the disk again for each image.
-            options = {"model_path": folder, "evict_text_encoder": False, "download": False}
-            editor = edited.from_model_id(str(folder), **options) if edited is not None else None
-            generator = made.from_model_id(str(folder), **options) if made is not None else None
+            editor = edited.from_model_id(str(folder), **_options(edited, folder)) if edited is not None else None
+            # One class may do both.
+            if made is edited:
+                generator = editor
+            else:
+                generator = made.from_model_id(str(folder), **_options(made, folder)) if made is not None else None
             return cls._tried(generator, editor)
         except ModelLoadError:
             raise
@@ -100,13 +111,13 @@ class ImagePipeline:
         pipeline = cls(generator, editor, ImageInfo(family, side_min=SIDES_MIN.get(family, USUAL_SIDE_MIN)))
         side = pipeline.info.side_min
         request = ImageRequest("", "", "a", side, side, 0, guidance=None)
-        found: dict[str, Any] = {"multiple": MULTIPLE, "side_max": SIDE_MAX}
+        found: dict[str, Any] = {"multiple": MULTIPLE}
         # Edits first: their VAE has an encoder too.
         if editor is not None and (fewest := pipeline.fewest_steps(_grey(request))) is not None:
             usual = editor.default_sampling
             found |= {"edits": True, "edit_steps": usual.steps, "edit_guidance": float(usual.guidance)}
             found |= {"edit_steps_min": fewest}
-            if generator is not None:
+            if generator is not None and generator is not editor:
                 components_shared(generator.pipeline, editor.pipeline)
         if generator is not None and (fewest := pipeline.fewest_steps(request)) is not None:
             usual = generator.default_sampling
@@ -131,7 +142,7 @@ class ImagePipeline:
 
     def evaluate(self) -> None:
         """Evaluates all weights: those that the smallest image did not use are lazy."""
-        for model in filter(None, self._models.values()):
+        for model in filter(None, self.models.values()):
             parts = [getattr(model.pipeline, name, None) for name in IMAGE_COMPONENTS]
             mx.eval([part.parameters() for part in parts if isinstance(part, Module)])
         mx.clear_cache()
@@ -142,7 +153,9 @@ class ImagePipeline:
             return request.steps
         return self.info.edit_steps if request.images else self.info.steps
 
-    def make(self, request: ImageRequest, paused: Paused, partial: Callable[[Pixels], None] | None = None) -> MadeImage:
+    def make(
+        self, request: ImageRequest, paused: Paused, partial: Callable[[Pixels], None] | None = None
+    ) -> FinishedImage:
         """Makes an image.
 
         Args:
@@ -163,12 +176,9 @@ class ImagePipeline:
                 # Pipelines check what they are asked for before they compute.
                 raise InvalidRequest(f"the model does not take this: {first_sentence(error)}") from error
             finally:
-                for model in filter(None, self._models.values()):
+                for model in filter(None, self.models.values()):
                     prompts_forgotten(model.pipeline)
-        return MadeImage(_pixels(made.array), int(made.prompt_tokens or 0))
-
-    def model_for(self, request: ImageRequest) -> Any:
-        return self._models[_task(request)]
+        return FinishedImage(_pixels(made.array), int(made.prompt_tokens or 0))
 
 
 class _Watched:
@@ -183,7 +193,7 @@ class _Watched:
         partial: Callable[[Pixels], None] | None,
     ) -> None:
         self._pipeline, self._request, self._paths = pipeline, request, paths
-        self._model = pipeline.model_for(request)
+        self._model = pipeline.models[_task(request)]
         self._paused, self._partial = paused, partial
         self._steps, self._called, self._shows = 0, False, False
         self.evaluations = 0
@@ -246,6 +256,14 @@ def _made(model: Any, request: ImageRequest, paths: Sequence[str]) -> Any:
     if request.images:
         return model.edit(ImageEditRequest(request.prompt, tuple(paths), **how))
     return model.generate(ImageGenerationRequest(request.prompt, **how))
+
+
+def _options(kind: Any, folder: Path) -> dict[str, Any]:
+    """Returns how mlx-vlm's class loads the model in a folder."""
+    options: dict[str, Any] = {"model_path": folder, "download": False}
+    # Without eviction, or weights would be read from the disk again for each image.
+    options |= {"evict_text_encoder": False, "evict_transformer": False}
+    return options | _LOADED_WITH.get(kind.model_type, {})
 
 
 def _task(request: ImageRequest) -> str:

@@ -52,13 +52,15 @@ async def queue_image(engine: Submits, progress: ImageProgress, request: ImageRe
     if refusal is not None:
         progress.forget(request.request_id)
         raise refusal
+    progress.accept(request.request_id)
 
 
 @dataclass
 class _Image:
-    """One image. `partial` has the partial images that were not fetched yet, with the numbers of their updates."""
+    """One image. `seen`: when it was last asked for; never before it is accepted. `partial` has the partial images that
+    were not fetched yet, with the numbers of their updates."""
 
-    seen: float
+    seen: float = float("inf")
     latest: ImageUpdate = field(default_factory=lambda: ImageUpdate(0, -1, 0))
     partial: list[tuple[int, Pixels]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -69,7 +71,8 @@ class ImageProgress:
 
     Args:
         abort: ends requests.
-        timing: an image is ended if nobody has asked for it for `consumer_lease_s`.
+        timing: an image is ended if nobody has asked for it for `consumer_lease_s` since it was accepted. The engine
+            may accept it late, for it takes commands between steps alone.
     """
 
     def __init__(self, abort: Callable[[tuple[str, ...]], None], timing: Timing) -> None:
@@ -81,8 +84,13 @@ class ImageProgress:
         """Notes that somebody asks for an image. Returns False if it is here already."""
         if request_id in self._images:
             return False
-        self._images[request_id] = _Image(time.monotonic())
+        self._images[request_id] = _Image()
         return True
+
+    def accept(self, request_id: str) -> None:
+        """Notes that the engine has accepted an image: its lease begins."""
+        if (image := self._images.get(request_id)) is not None:
+            image.seen = time.monotonic()
 
     def forget(self, request_id: str) -> None:
         """Forgets an image; unknown ones are ignored."""

@@ -29,18 +29,19 @@ from ..device import blas
 from ..device.device import device_kind, device_name
 from ..execution.findings import version_of
 from ..memory.replica_memory import ReplicaMemory
-from .engine import ImageEngine
+from .engine import GIVEN_BYTES_MAX, ImageEngine
 from .pipeline import ImagePipeline
 from .reports import ImageReports
 
 logger = logging.getLogger(__name__)
 
-SERVED_S = 30.0
-"""If a replica ends sooner than this after its model was loaded, the next process waits before it loads."""
-
 STUCK_TIMES = 20.0
 """The watchdog's limit is multiplied by this: text encoder and decoder compute at once, between a large image's
 steps."""
+
+
+GIVEN_PART = 8
+"""The images that are edited take at most this part of the memory that is left beside the weights (an eighth)."""
 
 
 class ImageShell(Protocol):
@@ -83,6 +84,7 @@ class ImageServing:
                 self._node,
                 self._scheduling,
                 comes_and_goes=self._model.load == "request",
+                kv=False,
             ) as memory:
                 self._shell.note_memory(memory)
                 engine, folder = self._load(memory)
@@ -119,9 +121,13 @@ class ImageServing:
         pipeline = ImagePipeline.load(folder, model.source)
         check_unchanged(digested, paths)
         weights = mx.get_active_memory()
-        share = memory.settle_weights(weights, max(0, mx.get_peak_memory() - weights))
+        temporary = max(0, mx.get_peak_memory() - weights)
+        given = min(GIVEN_BYTES_MAX, memory.share_bytes() // GIVEN_PART) if pipeline.info.edits else 0
+        share = memory.settle_weights(weights, temporary + given) - given
         identity = ModelIdentity({name: each.digest.hex() for name, each in digested.items()}, _computing())
-        engine = ImageEngine(pipeline, identity, self._scheduling.queue_requests_max, share, self._shell.send_image)
+        waiting_max, send = self._scheduling.queue_requests_max, self._shell.send_image
+        engine = ImageEngine(pipeline, identity, waiting_max, share, send, memory.grow, given_bytes_max=given)
+        engine.temporary_bytes = temporary
         return engine, folder
 
     def _watch(self, engine: ImageEngine, memory: ReplicaMemory) -> None:
@@ -130,30 +136,22 @@ class ImageServing:
         watchdog = self._shell.watchdog
 
         def resize(share_bytes: int, *sizes: int) -> None:
-            engine.memory_bytes = share_bytes + engine.temporary_bytes
+            engine.memory_bytes = share_bytes + memory.workspace_bytes - engine.given_bytes_max
 
-        watched = (lambda: engine.temporary_bytes), resize
+        watched = (lambda: engine.needed_bytes), resize
         threading.Thread(target=memory.watch, args=watched, name="memory", daemon=True).start()
         floor_s = STUCK_TIMES * self._scheduling.stuck_s
-        watchdog.watch(ENGINE, engine.call, lambda: max(floor_s, limit_s(floor_s, engine.pace.step_s or floor_s)))
+        watchdog.watch(ENGINE, engine.call, lambda: limit_s(floor_s, engine.pace.step_s or 0.0))
         names = self._name, self._model.name, self._node.name
         reports = ImageReports(*names, engine, self._timing, lambda: watchdog.is_slow(ENGINE))
         threading.Thread(target=reports.reporter.run, name="reporter", daemon=True).start()
-        served = threading.Timer(SERVED_S, self._note_served)
-        served.daemon = True
-        served.start()
-
-    def _note_served(self) -> None:
-        try:
-            registry.note_served(self._name)
-        except Exception as error:
-            logger.warning("the control store does not answer: %s", error)
+        registry.note_served_later(self._name)
 
 
 def _not_for_images(model: Model) -> str:
     """Returns the key of a model's config that cannot hold for one that makes images, "" for none."""
     set_keys = {"adapter": model.adapter, "adapters": model.adapters, "split": model.split}
-    set_keys |= {"dtype": model.dtype != "auto"}
+    set_keys |= {"dtype": model.dtype != "auto", "trust_remote_code": model.trust_remote_code}
     return next((key for key, is_set in set_keys.items() if is_set), "")
 
 

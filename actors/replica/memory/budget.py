@@ -1,9 +1,10 @@
 """How a machine's memory is divided: among its replicas, and within a replica among sequences and caches. Pure.
 
 The memory of the device, less the models' weights and the temporary memory of a prefill, is divided evenly among the
-replicas. A replica's part goes, in this order of priority, to: the sequences that have a place; what is held for a
-while (KV on its way to the disk, pictures of queued sequences, a text that is embedded in chunks); image embeddings;
-cached prefixes, which get all the rest. If one of the others needs room, the least recently used prefixes are evicted.
+replicas that have KV. One without KV, such as of a model that makes images, claims all that it needs. A replica's part
+goes, in this order of priority, to: the sequences that have a place; what is held for a while (KV on its way to the
+disk, pictures of queued sequences, a text that is embedded in chunks); image embeddings; cached prefixes, which get all
+the rest. If one of the others needs room, the least recently used prefixes are evicted.
 
 This holds between two steps. During a step, KV that a sequence leaves exists beside the sequence: its open block, and
 copies for the disk, which are made only if there is room. If the disk is slow, KV that is being written is held twice,
@@ -38,16 +39,24 @@ most."""
 
 @dataclass(frozen=True)
 class MemoryClaim:
-    """What a replica needs before anything is divided, in bytes."""
+    """What a replica needs before anything is divided, in bytes. `kv`: whether it gets a part of the rest."""
 
     weights: int
     workspace: int
+    kv: bool = True
 
 
 def share_bytes(memory_bytes: int, claims: Sequence[MemoryClaim]) -> int:
-    """Returns each replica's part of a node's memory for KV and pictures; 0 if the models alone take all of it."""
+    """Returns the part of a node's memory for KV and pictures of each replica that has KV; 0 if the models alone take
+    all of it. If none has KV, returns what is not claimed."""
     taken = sum(claim.weights + claim.workspace for claim in claims)
-    return max(0, memory_bytes - taken) // max(1, len(claims))
+    return max(0, memory_bytes - taken) // max(1, sum(claim.kv for claim in claims))
+
+
+def claimable_bytes(memory_bytes: int, claims: Sequence[MemoryClaim]) -> int:
+    """Returns how much more a replica without KV may claim: each one that has KV is left `LEAST_PART`."""
+    left = sum(claim.kv for claim in claims) * (memory_bytes // LEAST_PART)
+    return max(0, memory_bytes - sum(claim.weights + claim.workspace for claim in claims) - left)
 
 
 def has_room(memory_bytes: int, claims: Sequence[MemoryClaim], need: MemoryClaim) -> bool:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +30,7 @@ from ..device.device import device_bytes, device_kind, on_cuda
 from ..device.wired import Wired
 from ..execution.loaded_model import LoadedModel
 from ..kv.caches import ModelCacheSpec
-from .budget import MemoryClaim, has_room, share_bytes, workspace_bytes
+from .budget import MemoryClaim, claimable_bytes, has_room, share_bytes, workspace_bytes
 from .room import limits_of
 
 logger = logging.getLogger(__name__)
@@ -71,10 +71,18 @@ class ReplicaMemory:
         replica: this one's name.
         node, scheduling: what the config allows.
         comes_and_goes: whether others may be unloaded for its model, so that it need not squeeze in beside them.
+        kv: whether its model has KV.
     """
 
     def __init__(
-        self, folder: Path, replica: str, node: Node, scheduling: Scheduling, *, comes_and_goes: bool = False
+        self,
+        folder: Path,
+        replica: str,
+        node: Node,
+        scheduling: Scheduling,
+        *,
+        comes_and_goes: bool = False,
+        kv: bool = True,
     ) -> None:
         self._folder, self._scheduling, self._workspace = folder, scheduling, 0
         self._comes_and_goes = comes_and_goes
@@ -84,7 +92,7 @@ class ReplicaMemory:
         self._sequences_bytes = scheduling.kv_bytes_max if node.kv_bytes_max is None else node.kv_bytes_max
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path = folder / f"{replica}-{os.getpid()}.claim"
-        self._own = _Noted(0, 0, max([node_bytes(), *(other.device for other in self._others())]))
+        self._own = _Noted(0, 0, kv, max([node_bytes(), *(other.device for other in self._others())]))
         # The file gets its name once it is locked: other replicas remove claims that are not locked.
         started = self._path.with_suffix(".new")
         self._file = os.open(started, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -95,7 +103,7 @@ class ReplicaMemory:
     def note(self, weights: int, workspace: int = 0) -> None:
         """Notes what the model needs, in bytes."""
         with self._noting:
-            noted = _Noted(weights, workspace, self._own.device)
+            noted = replace(self._own, weights=weights, workspace=workspace)
             if noted != self._own:
                 self._own = noted
                 self._write()
@@ -107,7 +115,7 @@ class ReplicaMemory:
             NoRoom: they cannot.
         """
         # Not claimed before it is known to fit: the others would give up their KV for nothing, and refuse requests.
-        claim = MemoryClaim(weights, 0)
+        claim = MemoryClaim(weights, 0, self._own.kv)
         ends = time.monotonic() + ENDING_S
         while not self._fits(claim):
             if time.monotonic() > ends:
@@ -118,9 +126,26 @@ class ReplicaMemory:
             # Another one was loaded at the same moment.
             self.note(0)
             raise NoRoom(self._no_room(weights))
+        self._wait_for(weights)
+
+    def _wait_for(self, nbytes: int) -> None:
+        """Waits until the other replicas have made room for what is claimed, for a while."""
         ends = time.monotonic() + YIELD_S
-        while device_bytes(free=True) < weights and self._others() and time.monotonic() < ends:
+        while device_bytes(free=True) < nbytes and self._others() and time.monotonic() < ends:
             time.sleep(POLL_S / 4)
+
+    def grow(self, workspace: int) -> None:
+        """Claims so much temporary memory in all before a model needs it, in bytes, and waits until the other replicas
+        have made room. `watch` takes it back once less is needed."""
+        more = workspace - self._own.workspace
+        if more <= 0:
+            return
+        try:
+            self.note(self._own.weights, workspace)
+        except OSError as error:
+            logger.warning("memory cannot be claimed: %s", error)
+            return
+        self._wait_for(more)
 
     def _fits(self, claim: MemoryClaim) -> bool:
         """Returns whether there is room for the model. Without a configured figure one that does not come and go always
@@ -142,6 +167,11 @@ class ReplicaMemory:
     def bytes_max(self) -> int:
         """What all replicas of the node may use together, in bytes."""
         return self._own.device if self._set_bytes is None else self._set_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What it claims besides its weights, in bytes."""
+        return self._own.workspace
 
     @property
     def claimed_bytes(self) -> int:
@@ -177,7 +207,7 @@ class ReplicaMemory:
         return share
 
     def settle_weights(self, weights: int, workspace: int) -> int:
-        """As `settle`, for a model without KV.
+        """As `settle`, for a model without KV. Returns what it may claim in all besides its weights, in bytes.
 
         Args:
             weights, workspace: bytes of its weights, and of what it has needed besides until now.
@@ -185,7 +215,7 @@ class ReplicaMemory:
         Raises:
             NoRoom: there is no room for it.
         """
-        if self._comes_and_goes and not self._fits(MemoryClaim(weights, workspace)):
+        if self._comes_and_goes and not self._fits(MemoryClaim(weights, workspace, self._own.kv)):
             raise NoRoom(self._no_room(weights))
         self._workspace = workspace
         self.note(weights, workspace)
@@ -205,8 +235,10 @@ class ReplicaMemory:
         os.close(self._file)
 
     def share_bytes(self) -> int:
-        """Returns this replica's part for KV and pictures, in bytes."""
+        """Returns this replica's part for KV and pictures, in bytes; if it has no KV, what more it may claim."""
         claims = [self._own, *self._others()]
+        if not self._own.kv:
+            return claimable_bytes(self.bytes_max, claims)
         if self._set_bytes is not None:
             return share_bytes(self._set_bytes, claims)
         return max(share_bytes(self._own.device, claims), int(self._own.device * LEAST_PART))
@@ -227,7 +259,7 @@ class ReplicaMemory:
             try:
                 self.note(self._own.weights, max(self._workspace, workspace_bytes()))
                 share = self.share_bytes()
-                self._wired.keep(self._own.weights + share)
+                self._wired.keep(self._own.weights + (share if self._own.kv else self._own.workspace))
                 resize(share, device_bytes(free=True) + mx.get_cache_memory(), device_bytes())
             except OSError as error:
                 logger.warning("the node's memory is not known: %s", error)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from ....actors.protocol.replica_messages import IMAGE_STEPS_MAX
 from ....cluster.config import Endpoint
 from ....cluster.errors import InvalidRequest, quoted
 from ...pipeline.images import SEEDS, ImagesRequest
@@ -23,7 +24,6 @@ GIVEN_MAX = 16
 """The most images that one request edits, as in OpenAI's API."""
 
 PROMPT_CHARACTERS_MAX = 32_000
-STEPS_MAX = 250
 GUIDANCE_MAX = 100.0
 PARTIAL_IMAGES_MAX = 3
 
@@ -41,13 +41,15 @@ _UNDONE = MappingProxyType(
         "frame_count": (),
         "frame_duration_ms": (),
         "svg": (),
+        "mask": (),
+        "markup": (),
     }
 )
 """OpenAI's fields that are not supported, with the values that change nothing."""
 
 Count = Annotated[int, Field(ge=1, le=IMAGES_MAX), WHOLE]
 Seed = Annotated[int, Field(ge=0, lt=SEEDS), WHOLE]
-Steps = Annotated[int, Field(ge=1, le=STEPS_MAX), WHOLE]
+Steps = Annotated[int, Field(ge=1, le=IMAGE_STEPS_MAX), WHOLE]
 Guidance = Annotated[float, Field(ge=0.0, le=GUIDANCE_MAX, allow_inf_nan=False)]
 
 

@@ -45,7 +45,7 @@ class ImageRoutes:
             form: Form = parse_form(request.headers.get("content-type", ""), data)
             return edit_body(form.fields, self._limits), check_files(form.files)
 
-        body, files = await self._answering.bodies.read_with(request, read)
+        body, files = await self._answering.bodies.read_with(request, read, lambda made: made[0].ignored)
         return await self._answer(request, body, files, "image_edit")
 
     async def variations(self, request: Request) -> NoReturn:

@@ -61,6 +61,15 @@ def test_nothing_else_goes_while_what_makes_room_is_leaving():
     assert plan(wanted(15.5), {"mac0": 16 * GIB}, there, NOW) == Unload(["idle"]), "and it alone is not enough"
 
 
+def test_a_model_without_kv_leaves_the_rest_to_the_others():
+    images = Resident("images", {"a": [10]}, kv=False)
+    asked = Wanted("text", 83, count=1)
+    # A sixteenth of 100 is needed for KV: 7 are left for one replica, and not for two.
+    assert plan(asked, {"a": 100}, [images], 0.0) == Place(["a"])
+    assert plan(asked, {"a": 100}, [replace(images, kv=True)], 0.0) != Place(["a"])
+    assert plan(replace(asked, kv=False), {"a": 100}, [replace(images, kv=True)], 0.0) == Place(["a"])
+
+
 def test_a_node_that_has_room_is_preferred_to_unloading():
     budgets = {"mac0": 16 * GIB, "mac1": 16 * GIB}
     there = [resident("a", 12)]

@@ -21,6 +21,12 @@ def test_texts_and_files_are_told_apart_and_keep_their_order():
     assert made.fields == {"prompt": "größer"} and made.files == {"image[]": [b"\x00\r\n--c\xff", b"second"]}
 
 
+def test_a_part_whose_file_name_is_encoded_is_a_file_too():
+    head = b"content-disposition: form-data; name=\"image\"; filename*=UTF-8''gr%C3%B6n.png\r\n\r\n"
+    made = parse_form("multipart/form-data; boundary=b", form(head + b"\x89\xff"))
+    assert made.files == {"image": [b"\x89\xff"]} and not made.fields
+
+
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "multipart/mixed; boundary=b", ""])
 def test_what_is_no_form_is_a_415(kind: str):
     with pytest.raises(UnsupportedMediaType):

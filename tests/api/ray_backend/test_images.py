@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,20 @@ async def test_another_replica_begins_the_same_image(script: list[Any]):
     assert (answer.update, answer.replica) == (DONE, "b")
     assert cluster.replicas["b"].asked[0].seed == REQUEST.seed
     assert cluster.loads == {"a": 0, "b": 0}
+
+
+async def test_a_replica_that_forgot_an_image_is_not_reported_and_may_be_asked_again():
+    cluster = Cluster(a=["take", ReplicaLost("it does not know the image")])
+    answer = await cluster.image()
+    assert (answer.update, answer.replica) == (DONE, "a")
+    assert cluster.counts() == {"a": 2} and not cluster.silent
+
+
+async def test_partial_images_that_come_with_the_image_are_told():
+    last = replace(DONE, partial=[Pixels(1, 1, b"xyz")])
+    cluster = Cluster(a=["take", last])
+    assert (await cluster.image()).update == last
+    assert cluster.told == [replace(last, image=None)]
 
 
 async def test_an_image_that_failed_is_not_made_again():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from satchel.actors.model_files.model_identity import ModelIdentity
@@ -53,9 +54,10 @@ class ImageBackend(FakeBackend):
                 number = update.number
                 if update.error is not None:
                     raise from_wire(update.error)
+                if update.image is None or update.partial:
+                    told(replace(update, image=None))
                 if update.image is not None:
                     return ImageAnswer(update, f"{PAINTER}#0", "mac0", "test: the only one")
-                told(update)
         finally:
             self.engine.abort((request.request_id,))
 

@@ -13,8 +13,8 @@ import pytest
 
 from satchel.actors.model_files.model_identity import ModelIdentity
 from satchel.actors.protocol.replica_messages import ImageInfo, ImageRequest, ImageUpdate, Pixels
-from satchel.actors.replica.images.engine import ImageEngine
-from satchel.actors.replica.images.pipeline import MadeImage
+from satchel.actors.replica.images.engine import ImageEngine, ImagePace
+from satchel.actors.replica.images.pipeline import FinishedImage
 from satchel.cluster.errors import SatchelError
 
 PIXELS = Pixels(16, 16, b"\x00" * 768)
@@ -33,7 +33,7 @@ class Steps:
     def steps_of(self, request: ImageRequest) -> int:
         return request.steps or 4
 
-    def make(self, request: ImageRequest, paused: Callable[[int], None], partial: Any = None) -> MadeImage:
+    def make(self, request: ImageRequest, paused: Callable[[int], None], partial: Any = None) -> FinishedImage:
         self.begun.append(request.request_id)
         if request.prompt == "no memory":
             raise RuntimeError("out of memory")
@@ -44,7 +44,7 @@ class Steps:
             paused(step)
             if partial is not None and step == 1:
                 partial(PIXELS)
-        return MadeImage(PIXELS, 3)
+        return FinishedImage(PIXELS, 3)
 
 
 class World:
@@ -200,10 +200,63 @@ def test_what_the_model_cannot_do_is_refused_by_name(world: World, fields: dict[
 
 
 def test_an_image_that_would_not_fit_into_memory_is_refused(world: World):
-    world.engine.pace.note_image(1, 2**20)
+    world.engine.pace.note_image(64 * 64, 2**29)
     refusal = world.submit("a", width=2048, height=2048)
     assert refusal is not None and "MiB of memory" in refusal.message
-    assert world.submit("b", width=256, height=256) is None
+    assert world.submit("b", width=1024, height=1024) is None
+
+
+def test_a_small_image_whose_memory_hardly_grows_keeps_out_no_large_one(world: World):
+    world.engine.pace.note_image(1, 7 * 2**20)
+    assert world.submit("a", width=2048, height=2048) is None
+
+
+def test_memory_is_predicted_from_the_largest_image():
+    pace = ImagePace()
+    assert pace.image_bytes(100) == 0
+    for tokens, nbytes in ((100, 5000), (1, 4000), (200, 7000), (200, 6000), (200, 6500), (100, 9000)):
+        pace.note_image(tokens, nbytes)
+    assert [pace.image_bytes(tokens) for tokens in (100, 400, 800, 8000)] == [3000, 12000, 24000, 24000]
+
+
+def test_memory_is_claimed_before_an_image_that_needs_more(world: World):
+    engine, claimed = world.engine, list[int]()
+    engine._claim, engine.given_bytes_max = claimed.append, 100
+    engine.pace.note_image(1, 2**40)
+    engine.pace.note_image(4, 2**20)
+    engine.temporary_bytes = 2**20
+    world.submit("a", width=64, height=64, steps=200)
+    world.between_steps()
+    assert claimed == [2**22 + 100] == [engine.needed_bytes]
+    # Memory that has gone meanwhile ends a request that waited for it.
+    waits: Future[SatchelError | None] = Future()
+    world.ended["b"] = Future()
+    engine.submit(replace(REQUEST, request_id="b", width=64, height=64), waits.set_result)
+    world.let_on(2)
+    assert waits.result(20) is None
+    engine.memory_bytes = 2**21
+    engine.abort(("a",))
+    world.let_on()
+    assert kind(world.end_of("b")) == "InvalidRequest"
+    assert engine.needed_bytes == 2**20 + 100
+
+
+def test_the_images_that_wait_to_be_edited_are_limited_by_their_bytes(world: World):
+    world.pipeline.info = replace(world.pipeline.info, edits=True, edit_steps=4)
+    world.engine.given_bytes_max = 3 * len(PIXELS.data)
+    world.submit("a", steps=200)
+    answers: dict[str, Future[SatchelError | None]] = {}
+    for name, images in (("b", [PIXELS] * 2), ("c", []), ("d", [PIXELS]), ("e", [PIXELS])):
+        answers[name], world.ended[name] = Future(), Future()
+        given = {"images": images, "tenant": name, "flow": name}
+        world.engine.submit(replace(REQUEST, request_id=name, **given), answers[name].set_result)
+    world.let_on(2)
+    kinds = {name: type(answer.result(20)).__name__ for name, answer in answers.items()}
+    assert kinds == {"b": "NoneType", "c": "NoneType", "d": "NoneType", "e": "QueueFull"}
+    world.let_on()
+    world.end_of("d")
+    # A single request may have more.
+    assert world.submit("f", images=[PIXELS] * 5) is None
 
 
 def test_a_draining_replica_refuses_and_finishes_what_it_has(world: World):

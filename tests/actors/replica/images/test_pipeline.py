@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from mlx_vlm.generate.edit_image import ImageEditRequest, load_image_edit_model
 from mlx_vlm.generate.image import ImageGenerationRequest, generate_image, load_image_generation_model
+from mlx_vlm.models.ernie_image.pipeline import ErnieImagePipeline
 from PIL import Image
 
 from satchel.actors.model_files.image_folders import has_image_layout
@@ -128,6 +131,41 @@ def test_a_folder_of_images_is_served_by_its_path_and_its_weights_count(image_fo
     assert source_of(str(folder)) == (str(folder), folder.name)
     stored = sum(path.stat().st_size for path in folder.glob("*/*.safetensors"))
     assert 0.9 * stored < weights_bytes(Model(name="painter", source=str(folder))) <= stored
+
+
+def test_families_keep_their_weights_and_the_prompt_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked: list[dict[str, Any]] = []
+
+    class Ernie:
+        model_type = "ernie_image"
+
+        @classmethod
+        def from_model_id(cls, model: str, **options: Any) -> Any:
+            asked.append(options)
+            raise ValueError("nothing to load")
+
+    monkeypatch.setattr("satchel.actors.replica.images.pipeline.image_model_classes", lambda folder: (Ernie, None))
+    with pytest.raises(ModelLoadError, match="nothing to load"):
+        ImagePipeline.load(tmp_path, "ernie")
+    evicted = {"evict_text_encoder": False, "evict_transformer": False}
+    assert asked == [{"model_path": tmp_path, "download": False, "use_prompt_enhancer": False, **evicted}]
+    taken = inspect.signature(ErnieImagePipeline.from_pretrained).parameters
+    assert {"use_prompt_enhancer", *evicted} <= set(taken)
+
+
+def test_code_in_a_components_folder_is_never_run(image_folders: dict[str, Path], tmp_path: Path):
+    folder = tmp_path / "code"
+    shutil.copytree(image_folders["z_image"], folder)
+    config = json.loads((folder / "tokenizer" / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": [None, "own.Own"]}
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\nfrom transformers import "
+    (folder / "tokenizer" / "own.py").write_text(
+        f"{code}PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n"
+    )
+    with pytest.raises(ModelLoadError, match=r"code of its own \(tokenizer/own.py\), which is never run"):
+        ImagePipeline.load(folder, "code")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_an_unknown_kind_and_a_damaged_file_are_said_in_one_sentence(image_folders: dict[str, Path], tmp_path: Path):

@@ -23,8 +23,10 @@ class Engine:
 
     def __init__(self, refusal: SatchelError | None = None, *, silent: bool = False) -> None:
         self.refusal, self.silent, self.aborted = refusal, silent, list[str]()
+        self.reply: Callable[[SatchelError | None], None] = lambda refusal: None
 
     def submit(self, request: ImageRequest, reply: Callable[[SatchelError | None], None]) -> None:
+        self.reply = reply
         if not self.silent:
             reply(self.refusal)
 
@@ -66,13 +68,25 @@ async def test_nothing_new_is_none_after_a_moment_and_news_come_at_once():
 async def test_an_image_for_which_nobody_asks_is_given_up():
     aborted: list[str] = []
     progress = ImageProgress(aborted.extend, SOON)
-    progress.begin("a")
+    await queue_image(Engine(), progress, REQUEST)
     async with asyncio.timeout(10):
         while aborted != ["a"]:
             await asyncio.sleep(0.05)
     with pytest.raises(ReplicaLost):
         await progress.next_update("a", 0)
     progress.deliver("a", ImageUpdate(0, 1, 4))
+
+
+async def test_an_image_that_is_accepted_late_is_not_given_up_before():
+    aborted: list[str] = []
+    progress, engine = ImageProgress(aborted.extend, SOON), Engine(silent=True)
+    asks = asyncio.create_task(queue_image(engine, progress, REQUEST))
+    # The reaper, which comes once a second, comes once.
+    await asyncio.sleep(1.5)
+    assert not aborted and not asks.done()
+    engine.reply(None)
+    await asks
+    assert await progress.next_update("a", 0) is None
 
 
 async def test_a_refusal_is_raised_and_leaves_nothing():

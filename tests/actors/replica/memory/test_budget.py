@@ -10,6 +10,7 @@ from satchel.actors.replica.memory.budget import (
     MemoryClaim,
     Sequences,
     bearable_bytes,
+    claimable_bytes,
     has_room,
     share_bytes,
     workspace_bytes,
@@ -22,6 +23,16 @@ USABLE = 31_000
 def test_replicas_get_equal_parts_of_what_models_and_workspaces_leave():
     assert share_bytes(1000, [MemoryClaim(100, 50), MemoryClaim(300, 50)]) == 250
     assert share_bytes(1000, [MemoryClaim(2000, 0)]) == 0
+    without = MemoryClaim(300, 50, kv=False)
+    assert share_bytes(1000, [MemoryClaim(100, 50), without]) == 500, "one without KV takes no part of the rest"
+    assert share_bytes(1000, [without]) == 650
+
+
+def test_what_a_replica_without_kv_may_claim_leaves_the_others_some() -> None:
+    claims = [MemoryClaim(500, 100), MemoryClaim(300, 100, kv=False)]
+    assert claimable_bytes(1600, claims) == 500, "100 for KV"
+    assert claimable_bytes(1600, claims[1:]) == 1200
+    assert claimable_bytes(1000, claims) == 0
 
 
 def test_a_model_comes_beside_others_only_if_each_keeps_a_sixteenth():

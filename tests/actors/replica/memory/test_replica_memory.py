@@ -23,10 +23,16 @@ GIB = 2**30
 
 
 def replica(
-    folder: Path, name: str, memory_bytes_max: int | None = 8 * GIB, *, comes_and_goes: bool = False, **node: Any
+    folder: Path,
+    name: str,
+    memory_bytes_max: int | None = 8 * GIB,
+    *,
+    comes_and_goes: bool = False,
+    kv: bool = True,
+    **node: Any,
 ) -> ReplicaMemory:
     scheduling = Scheduling(memory_bytes_max=memory_bytes_max)
-    return ReplicaMemory(folder, name, Node(name="mac0", **node), scheduling, comes_and_goes=comes_and_goes)
+    return ReplicaMemory(folder, name, Node(name="mac0", **node), scheduling, comes_and_goes=comes_and_goes, kv=kv)
 
 
 def test_replicas_divide_what_their_models_leave(tmp_path: Path) -> None:
@@ -39,6 +45,28 @@ def test_replicas_divide_what_their_models_leave(tmp_path: Path) -> None:
     assert first.share_bytes() == second.share_bytes() == 2 * GIB
     second.note(20 * GIB)
     assert first.share_bytes() == 0
+
+
+def test_one_without_kv_has_what_it_claims_and_may_claim_more_before_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_memory, "YIELD_S", 0.0)
+    text, images = replica(tmp_path, "m-0"), replica(tmp_path, "n-0", kv=False)
+    text.note(2 * GIB, GIB)
+    images.make_way(2 * GIB)
+    assert images.settle_weights(2 * GIB, GIB // 2) == 3 * GIB - GIB // 2, "half a GiB is left for KV"
+    assert text.share_bytes() == 3 * GIB - GIB // 2
+    images.grow(GIB)
+    assert text.share_bytes() == 2 * GIB and images.workspace_bytes == GIB
+    images.grow(GIB // 2)
+    assert images.workspace_bytes == GIB
+
+
+def test_a_claim_of_an_earlier_version_is_one_with_kv(tmp_path: Path) -> None:
+    first, other = replica(tmp_path, "m-0"), replica(tmp_path, "n-0")
+    written = b'{"weights": 1073741824, "workspace": 0, "device": 0}'
+    os.pwrite(other._file, written.ljust(replica_memory.CLAIM_BYTES), 0)
+    assert first.share_bytes() == (8 - 1) * GIB // 2
 
 
 def test_a_node_s_own_figure_goes_before_and_the_deprecated_one_is_divided(tmp_path: Path) -> None:

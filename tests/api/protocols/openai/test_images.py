@@ -186,6 +186,7 @@ def test_images_have_the_format_that_is_asked_for(kind: str, magic: bytes):
         ({"style": "vivid"}, "style"),
         ({"background": "transparent"}, "background"),
         ({"input_fidelity": "high"}, "input_fidelity"),
+        ({"mask": "data:image/png;base64,AA=="}, "mask"),
         ({"model": "satchel/tiny"}, "model"),
         ({"stream": "yes"}, "stream"),
     ],
@@ -230,6 +231,7 @@ def form(**fields: Any) -> dict[str, Any]:
         ({"files": {"image": ("a.png", png()), "other": ("m.png", png())}, **form()}, "other", 400),
         ({"files": [("image[]", ("a.png", png(16, 16)))] * 17, **form()}, "image", 400),
         ({"files": {"image": ("a.png", png())}, **form(n="many")}, "n", 400),
+        ({"files": {"image": ("a.png", png())}, **form(mask="file-1")}, "mask", 400),
         ({"files": {"image": ("a.png", png())}, **form(prompt="")}, "prompt", 400),
         ({"files": {"image": ("a.png", png())}, **form(size="9x9")}, "size", 400),
         ({"files": {"unnamed": (None, b"x")}, **form()}, "image", 400),
@@ -245,6 +247,13 @@ async def test_a_wrong_form_is_refused_by_its_field(
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["param"] == param
     assert painter.images == []
+
+
+async def test_an_edit_says_which_fields_it_ignores(http: httpx.AsyncClient):
+    sent = {"files": {"image": ("a.png", png())}, **form(size="32x32", negative_prompt="blue", image="file-1")}
+    answer = await http.post("/v1/images/edits", **sent)
+    assert answer.status_code == 200, answer.text
+    assert set(answer.headers["x-satchel-ignored"].split(", ")) == {"negative_prompt", "image"}
 
 
 async def test_other_routes_say_which_routes_serve_the_model(http: httpx.AsyncClient):
