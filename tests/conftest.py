@@ -93,6 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
     with environment.set_during(SATCHEL_OPENBLAS=os.environ.get("SATCHEL_OPENBLAS", "1")):
         blas.chosen()
     config.stash[_HOME] = home
+    config.pluginmanager.register(_Noting())
 
 
 def _keep_to_one_processor(worker: int) -> None:
@@ -131,13 +132,16 @@ def _place(item: pytest.Item) -> int:
     return next((place for place, name in enumerate(FIRST) if path.endswith(name)), len(FIRST))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-) -> Generator[None, Any, Any]:
-    if fixturedef.argname == "cluster":
-        request.config.stash[_CLUSTER] = fixturedef, request
-    return (yield)
+class _Noting:
+    """Notes the shared cluster when it is set up. A hook of this file is not called for what belongs to the session."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Generator[None, Any, Any]:
+        if fixturedef.argname == "cluster":
+            request.config.stash[_CLUSTER] = fixturedef, request
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
