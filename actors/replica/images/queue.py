@@ -7,9 +7,10 @@ tokens, patches of 16 x 16 pixels.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..scheduling.fairness import FairShares, queues_too_many
+from ..scheduling.job_queue import JobQueue
 
 
 @dataclass(eq=False)
@@ -33,7 +34,7 @@ class ImageJob:
     order: int = 0
 
 
-class ImageQueue:
+class ImageQueue(JobQueue[ImageJob]):
     """The images that are made or wait.
 
     Args:
@@ -41,19 +42,11 @@ class ImageQueue:
     """
 
     def __init__(self, waiting_max: int) -> None:
-        self.waiting_max = waiting_max
+        super().__init__(waiting_max)
         self.current: ImageJob | None = None
-        self._jobs: dict[str, ImageJob] = {}
-        self._shares = FairShares()
-        self._arrivals = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._jobs
-
-    @property
-    def request_ids(self) -> list[str]:
-        """Those that are made or wait. May be asked by any thread."""
-        return list(self._jobs)
 
     @property
     def running(self) -> int:
@@ -68,36 +61,11 @@ class ImageQueue:
         """What all images will cost, about. May be asked by any thread."""
         return sum(job.tokens * job.steps for job in list(self._jobs.values()))
 
-    def refusal(self, tenant: str, flow: str) -> str | None:
-        """Returns why a request is refused: `full` if the queue is full, `full_for_it` if only this tenant or flow may
-        not queue more, None if `add` may follow."""
-        room = self.waiting_max - self.waiting
-        if room <= 0:
-            return "full"
-        waiting = [job for job in self._jobs.values() if job is not self.current]
-        return "full_for_it" if queues_too_many(tenant, flow, waiting, room) else None
-
-    def add(self, job: ImageJob) -> None:
-        """Queues a request.
-
-        Raises:
-            ValueError: it is here already.
-        """
-        if job.request_id in self._jobs:
-            raise ValueError(f"request {job.request_id} is already here")
-        self._arrivals += 1
-        job.order = self._arrivals
-        self._jobs[job.request_id] = job
-        self._shares.join(job)
-
     def begin(self) -> ImageJob | None:
         """Returns the next image, which becomes the current one; None if none waits. The former one must have been
         removed."""
         assert self.current is None
-        jobs = self._jobs.values()
-        self.current = min(
-            jobs, key=lambda job: (-job.priority, *self._shares.turn(job, taking=False), job.order), default=None
-        )
+        self.current = min(self._jobs.values(), key=self._turn, default=None)
         if self.current is not None:
             self._shares.admit(self.current)
         return self.current
@@ -117,6 +85,5 @@ class ImageQueue:
                 self.current = None
         return job
 
-    def expired(self, now: float) -> list[str]:
-        """Returns the requests whose deadlines have passed at `now`."""
-        return [job.request_id for job in self._jobs.values() if job.deadline <= now]
+    def _waiting(self) -> Iterable[ImageJob]:
+        return (job for job in self._jobs.values() if job is not self.current)

@@ -143,7 +143,7 @@ class EmbedLoop:
             return Unavailable(f"request {request.request_id} has not left yet")
         reason = self.queue.refusal(request.tenant, request.flow)
         if reason == "full":
-            return QueueFull(f"the queue is full ({self.queue.jobs_max} requests for embeddings wait)")
+            return QueueFull(f"the queue is full ({self.queue.waiting_max} requests for embeddings wait)")
         if reason == "full_for_it":
             return QueueFull("the queue is full for this caller: the rest of it is reserved for others")
         return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .fairness import FairShares, queues_too_many
+from .job_queue import JobQueue
 
 PADDING_MAX = 2.0
 """A padded batch may have at most this many times its real tokens."""
@@ -56,27 +56,20 @@ class Pick:
         return self.stop == self.job.lengths[self.index]
 
 
-class TextQueue:
+class TextQueue(JobQueue[TextJob]):
     """The texts that wait for their vectors.
 
     Args:
-        jobs_max: how many requests may be here.
+        waiting_max: how many requests may be here.
     """
 
-    def __init__(self, jobs_max: int) -> None:
-        self.jobs_max = jobs_max
-        self._jobs: dict[str, TextJob] = {}
-        self._shares = FairShares()
-        self._arrivals = 0
+    def __init__(self, waiting_max: int) -> None:
+        super().__init__(waiting_max)
         self._long: Pick | None = None
         """The latest chunk of the long text that is being computed."""
 
     def __len__(self) -> int:
         return len(self._jobs)
-
-    @property
-    def request_ids(self) -> list[str]:
-        return list(self._jobs)
 
     @property
     def pending_tokens(self) -> int:
@@ -91,27 +84,6 @@ class TextQueue:
         """The request and the length of the long text that is being computed."""
         return None if self._long is None else (self._long.job.request_id, self._long.job.lengths[self._long.index])
 
-    def refusal(self, tenant: str, flow: str) -> str | None:
-        """Returns why a request is refused: `full` if the queue is full, `full_for_it` if only this tenant or flow may
-        not queue more, None if `add` may follow."""
-        room = self.jobs_max - len(self._jobs)
-        if room <= 0:
-            return "full"
-        return "full_for_it" if queues_too_many(tenant, flow, list(self._jobs.values()), room) else None
-
-    def add(self, job: TextJob) -> None:
-        """Queues a request.
-
-        Raises:
-            ValueError: it is here already.
-        """
-        if job.request_id in self._jobs:
-            raise ValueError(f"request {job.request_id} is already here")
-        self._arrivals += 1
-        job.order = self._arrivals
-        self._jobs[job.request_id] = job
-        self._shares.join(job)
-
     def remove(self, request_id: str) -> None:
         """Removes a request in any state."""
         job = self._jobs.pop(request_id)
@@ -122,10 +94,6 @@ class TextQueue:
     def begin_anew(self) -> None:
         """Forgets the computed chunks of a long text."""
         self._long = None
-
-    def expired(self, now: float) -> list[str]:
-        """Returns the requests whose deadlines have passed at `now`, in seconds on their clock."""
-        return [job.request_id for job in self._jobs.values() if job.deadline <= now]
 
     def next_batch(self, budget: int) -> list[Pick]:
         """Returns what to compute in a step of `budget` tokens, padding included: whole texts of several jobs, or one
@@ -167,8 +135,7 @@ class TextQueue:
         return done
 
     def _by_turn(self) -> list[TextJob]:
-        jobs = list(self._jobs.values())
-        return sorted(jobs, key=lambda job: (-job.priority, *self._shares.turn(job, taking=False), job.order))
+        return sorted(self._jobs.values(), key=self._turn)
 
     def _is_long(self, job: TextJob, index: int) -> bool:
         return self._long is not None and (self._long.job, self._long.index) == (job, index)
