@@ -1,8 +1,10 @@
-"""Reads a form (`multipart/form-data`) with small fields and files, all in memory."""
+"""Reads forms (`multipart/form-data`): piece by piece, or with small fields and files, all in memory."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,52 +32,63 @@ class Form:
     files: dict[str, list[bytes]] = field(default_factory=dict)
 
 
-def parse_form(content_type: str, data: bytes | bytearray) -> Form:
-    """Returns the parts of a form. A part with a file name, or of a media type other than text, is a file.
+class FormParts:
+    """Reads the parts of a form as they arrive; subclasses take them.
+
+    Args:
+        content_type: the request's header.
+        refusal: the message if it is no form.
+
+    Attributes:
+        ended: whether the form's last line was there.
 
     Raises:
         UnsupportedMediaType: it is no form.
-        InvalidRequest: it is malformed, has too many parts, or a text is too long.
+        InvalidRequest: its boundary is malformed.
     """
-    kind, options = parse_options_header(content_type)
-    if kind != FORM.encode() or not options.get(b"boundary"):
-        raise UnsupportedMediaType(f"send a form ({FORM})")
-    parts = _Parts()
-    try:
-        parser = MultipartParser(options[b"boundary"], parts.callbacks)
-        parser.write(bytes(data))
-        parser.finalize()
-    except FormParserError as error:
-        raise InvalidRequest(f"the form is malformed: {error}") from error
-    if not parts.ended:
-        raise InvalidRequest("the form is cut off")
-    return parts.form
 
-
-class _Parts:
-    """Collects the parts as they are parsed."""
-
-    def __init__(self) -> None:
-        self.form, self.ended = Form(), False
-        self._count = 0
+    def __init__(self, content_type: str, refusal: str) -> None:
+        kind, options = parse_options_header(content_type)
+        if kind != FORM.encode() or not options.get(b"boundary"):
+            raise UnsupportedMediaType(refusal)
+        self.ended = False
         self._header, self._value, self._headers = b"", b"", dict[bytes, bytes]()
-        self._name, self._is_file, self._data = "", False, bytearray()
-        self.callbacks: MultipartCallbacks = {
+        callbacks: MultipartCallbacks = {
             "on_part_begin": self._begin,
             "on_header_field": self._on_header,
             "on_header_value": self._on_value,
             "on_header_end": self._header_end,
-            "on_headers_finished": self._headers_end,
+            "on_headers_finished": lambda: self._part_begins(self._headers),
             "on_part_data": self._on_data,
-            "on_part_end": self._end,
-            "on_end": self._end_form,
+            "on_part_end": self._part_ends,
+            "on_end": self._end,
         }
+        with _malformed("malformed"):
+            self._parser = MultipartParser(options[b"boundary"], callbacks)
+
+    def add(self, piece: bytes) -> None:
+        """Takes a piece of the body. Raises `InvalidRequest` if the form is malformed, and what subclasses raise."""
+        with _malformed("malformed"):
+            self._parser.write(piece)
+
+    def finish(self) -> None:
+        """Ends the form. Raises `InvalidRequest` if the parser knows that it is not complete."""
+        with _malformed("cut off"):
+            self._parser.finalize()
+
+    def _part_begins(self, headers: Mapping[bytes, bytes]) -> None:
+        """Takes a part's headers, by their names in small letters."""
+        raise NotImplementedError
+
+    def _on_data(self, data: bytes, start: int, end: int) -> None:
+        """Takes `data[start:end]` of the part."""
+        raise NotImplementedError
+
+    def _part_ends(self) -> None:
+        raise NotImplementedError
 
     def _begin(self) -> None:
-        self._count += 1
-        if self._count > PARTS_MAX:
-            raise InvalidRequest(f"the form has more than {PARTS_MAX} parts")
-        self._headers, self._header, self._value, self._data = {}, b"", b"", bytearray()
+        self._headers, self._header, self._value = {}, b"", b""
 
     def _on_header(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
@@ -87,23 +100,63 @@ class _Parts:
         self._headers[self._header.lower()] = self._value
         self._header = self._value = b""
 
-    def _headers_end(self) -> None:
-        disposition = self._headers.get(b"content-disposition", b"")
-        _, options = parse_options_header(disposition)
-        self._name = options.get(b"name", b"").decode("utf-8", "replace")
-        kind, _ = parse_options_header(self._headers.get(b"content-type", b"text/plain"))
-        named = b"filename" in options or _ENCODED_NAME.search(disposition) is not None
-        self._is_file = named or not kind.startswith(b"text/")
+    def _end(self) -> None:
+        self.ended = True
+
+
+@contextmanager
+def _malformed(what: str) -> Iterator[None]:
+    try:
+        yield
+    except FormParserError as error:
+        raise InvalidRequest(f"the form is {what}: {error}") from error
+
+
+def name_of(headers: Mapping[bytes, bytes]) -> tuple[str, dict[bytes, bytes]]:
+    """Returns the name of a part with these headers, and all options of its disposition."""
+    _, options = parse_options_header(headers.get(b"content-disposition", b""))
+    return options.get(b"name", b"").decode("utf-8", "replace"), options
+
+
+def parse_form(content_type: str, data: bytes | bytearray) -> Form:
+    """Returns the parts of a form. A part with a file name, or of a media type other than text, is a file.
+
+    Raises:
+        UnsupportedMediaType: it is no form.
+        InvalidRequest: it is malformed, has too many parts, or a text is too long.
+    """
+    parts = _InMemory(content_type, f"send a form ({FORM})")
+    parts.add(bytes(data))
+    parts.finish()
+    if not parts.ended:
+        raise InvalidRequest("the form is cut off")
+    return parts.form
+
+
+class _InMemory(FormParts):
+    """Collects the parts."""
+
+    def __init__(self, content_type: str, refusal: str) -> None:
+        super().__init__(content_type, refusal)
+        self.form = Form()
+        self._count = 0
+        self._name, self._is_file, self._data = "", False, bytearray()
+
+    def _part_begins(self, headers: Mapping[bytes, bytes]) -> None:
+        self._count += 1
+        if self._count > PARTS_MAX:
+            raise InvalidRequest(f"the form has more than {PARTS_MAX} parts")
+        self._name, options = name_of(headers)
+        kind, _ = parse_options_header(headers.get(b"content-type", b"text/plain"))
+        named = b"filename" in options or _ENCODED_NAME.search(headers.get(b"content-disposition", b"")) is not None
+        self._is_file, self._data = named or not kind.startswith(b"text/"), bytearray()
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
         self._data += data[start:end]
         if not self._is_file and len(self._data) > FIELD_BYTES_MAX:
             raise InvalidRequest(f"{self._name[:100]}: has more than {FIELD_BYTES_MAX} bytes", param=self._name[:100])
 
-    def _end_form(self) -> None:
-        self.ended = True
-
-    def _end(self) -> None:
+    def _part_ends(self) -> None:
         if self._is_file:
             self.form.files.setdefault(self._name, []).append(bytes(self._data))
             return

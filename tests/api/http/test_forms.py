@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from satchel.api.batches.upload import Upload
 from satchel.api.http.forms import FIELD_BYTES_MAX, PARTS_MAX, parse_form
 from satchel.cluster.errors import InvalidRequest, UnsupportedMediaType
 
@@ -55,3 +56,8 @@ def test_a_malformed_form_is_a_400(data: bytes):
 def test_so_is_one_with_a_boundary_that_no_client_writes(boundary: str):
     with pytest.raises(InvalidRequest):
         parse_form(f"multipart/form-data; boundary={boundary}", form(FIELD + b"x", boundary=boundary.encode()))
+
+
+def test_so_is_such_an_upload():
+    with pytest.raises(InvalidRequest):
+        Upload(f"multipart/form-data; boundary={'b' * 300}", lambda piece: None, 1000)
