@@ -94,7 +94,7 @@ def test_a_session_is_ended_with_all_its_members() -> None:
         session = UnixSession(leader.pid, (mark,))
         assert UnixSession.from_dict(session.to_dict()) == session
         assert end_session(session, grace_s=0.0) == []
-        leader.wait(timeout=5)
+        leader.wait(timeout=20)
         assert session.members() == []
         assert not mark.is_alive()
 

@@ -81,7 +81,7 @@ async def near() -> ReplicaClient:
 
 async def found(client: ReplicaClient) -> None:
     opening = client.actor._opening  # type: ignore[attr-defined]
-    await asyncio.wait({opening}, timeout=5)
+    await asyncio.wait({opening}, timeout=20)
 
 
 async def test_calls_take_the_short_way_and_the_other_methods_rays(replica: Replica, ray: ByRay):
@@ -188,9 +188,9 @@ async def test_calls_that_look_for_the_actor_at_once_share_a_connection(
     both, late, go_on = threading.Barrier(2), threading.Lock(), threading.Event()
 
     def found_slowly(name: str) -> ByRay:
-        both.wait(5)
+        both.wait(20)
         if not late.acquire(blocking=False):
-            go_on.wait(5)
+            go_on.wait(20)
         return ray
 
     monkeypatch.setattr(calls, "actor_handle", found_slowly)
@@ -261,7 +261,7 @@ async def ended(port: int, sent: bytes = b"") -> bool:
     reader, writer = await asyncio.open_connection(local.LOOPBACK, port)
     writer.write(sent)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             return await reader.read() == b""
     except ConnectionResetError:
         return True

@@ -121,7 +121,7 @@ async def test_whoever_gives_up_waiting_leaves_the_line(endpoint, backend):
     backend.say("Hello there")
     hold.set()
     await slow
-    assert await asyncio.wait_for(endpoint.go_on("third"), 5) == "Hello there"
+    assert await asyncio.wait_for(endpoint.go_on("third"), 20) == "Hello there"
     assert [message["content"] for message in (await endpoint.transcript())[::2]] == ["first", "third"]
 
 
@@ -143,7 +143,7 @@ async def test_a_continuing_turn_that_cannot_be_kept_is_answered_and_gives_its_t
         response = await endpoint.post({"messages": spoken("Hi"), "agent_continue": True, "stream": streams})
         assert response.status_code == 200 and '"satchel":{"kept":false,"reason":"unanswered"}' in response.text
     endpoint.store.down.clear()
-    assert await asyncio.wait_for(endpoint.go_on("Hi"), 5), "its turn was given back"
+    assert await asyncio.wait_for(endpoint.go_on("Hi"), 20), "its turn was given back"
     endpoint.store.down.add("begin")
     response = await endpoint.post({"messages": spoken("Hi"), "agent_continue": True})
     assert response.status_code == 503

@@ -59,7 +59,7 @@ def test_closing_ends_everybody_who_waits():
 
     asyncio.run(elsewhere())
     for thread in threads:
-        thread.join(5)
+        thread.join(20)
     assert heard == ["the cluster's handle is closed"] * 3
     with pytest.raises(NotRunning):
         loop.run(asyncio.sleep(0))

@@ -290,5 +290,5 @@ async def test_a_closing_server_lets_a_client_read_the_rest(backend, config):
             last.set()
             text += "".join([piece async for piece in pieces])
         assert events_of(text)[-1] == "[DONE]"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await closing

@@ -223,7 +223,7 @@ import socket
 from satchel.api.media.worker_process import leave_network
 leave_network()
 try:
-    socket.create_connection(("127.0.0.1", {port}), timeout=5)
+    socket.create_connection(("127.0.0.1", {port}), timeout=20)
 except OSError as error:
     print(type(error).__name__, error.errno)
 """

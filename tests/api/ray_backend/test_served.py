@@ -112,7 +112,7 @@ async def test_a_model_that_is_still_loading_is_found_when_it_is_ready(world: Wo
     world.answers |= {"b-0": None, "b-1": None}
     assert await world.names() == ["a"]
     world.load("b-0", "b")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while await world.names() != ["a", "b"]:
             await asyncio.sleep(0.01)
 
@@ -138,7 +138,7 @@ async def test_for_a_while_after_a_request_no_request_waits_for_the_registry(
     models = ServedModels(world.ask, Timing(registry_s=0.1))
     assert [entry.model.name for entry in await models.entries()] == ["a", "b"]
     asked, world.entries = world.reads, (entry(2, B),)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while world.reads < asked + 2:
             await asyncio.sleep(0.01)
         assert models._following is not None
@@ -157,7 +157,7 @@ async def test_a_reading_that_began_before_a_change_does_not_show_it(world: Worl
         found = readings.pop(0)
         if readings:
             began.set()
-            go_on.wait(5)
+            go_on.wait(20)
         return found
 
     monkeypatch.setattr(registry, "entries", read)
@@ -190,10 +190,10 @@ async def test_a_model_that_is_being_proven_is_asked_again_until_it_is(world: Wo
     assert [model.info.proving for model in await world.models.models()] == ["how it keeps its KV", ""]
     asked = world.asked.count("a-0")
     del world.answers["a-0"]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert await world.names() == ["a", "b"]
     world.load("a-0", "a", context=16)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (await world.models.models())[0].info.proving:
             await asyncio.sleep(0.005)
     assert (await world.models.models())[0].info.context_tokens == 16 and world.asked.count("a-0") > asked
@@ -206,7 +206,7 @@ async def test_a_replica_that_is_proven_speaks_for_its_model(world: World, first
     world.load("a-0", "a")
     for name in ("b-0", "b-1"):
         world.load(name, "b", proving="" if name == first else "how it keeps its KV")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while [model.info.proving for model in await world.models.models()] != ["", ""]:
             await asyncio.sleep(0.005)
 

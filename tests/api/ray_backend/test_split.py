@@ -133,7 +133,7 @@ async def split_sequence(backend: Backend) -> AsyncIterator[tuple[RayGeneration,
     sequence = RayGeneration(backend, REQUEST)  # type: ignore[arg-type]
     starting = asyncio.create_task(sequence.start())
     studio, air = backend.links.values()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not (air.taken and (studio.taken or studio.answer != "take")) and not starting.done():
             await asyncio.sleep(0)
         yield sequence, starting, studio, air

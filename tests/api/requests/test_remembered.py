@@ -62,7 +62,7 @@ async def test_words_that_find_no_room_cost_no_answer_and_it_says_so(endpoint, c
             assert [event["choices"][0]["finish_reason"] for event in said] == ["stop"]
             assert said[0]["satchel"] == whole.json()["satchel"]
     assert await metric(endpoint, 'satchel_turns_not_kept_total{reason="disk_full"}') == 3
-    again = await asyncio.wait_for(endpoint.post({**body, "stream": True}), 5)
+    again = await asyncio.wait_for(endpoint.post({**body, "stream": True}), 20)
     assert '"satchel":' not in again.text, "its turn was given back, and there is room again"
     assert len(await endpoint.transcript()) == (4 if continues else 2)
 
@@ -98,7 +98,7 @@ async def test_an_injection_that_is_not_kept_is_an_error_as_there_is_nothing_els
         fill(endpoint, full)
         refused = await endpoint.client.post("/v1/agents/ann/inject", json={"messages": spoken("x")})
     assert (refused.status_code, refused.json()["error"]["code"]) == (507, "memory_full")
-    assert await asyncio.wait_for(endpoint.go_on("and?"), 5)
+    assert await asyncio.wait_for(endpoint.go_on("and?"), 20)
 
 
 async def test_a_turn_whose_copies_were_not_made_in_time_says_so(endpoint, monkeypatch):

@@ -167,7 +167,7 @@ def test_down_at_once_asks_twice(world: World) -> None:
     reaping = threading.Thread(target=process.wait)
     reaping.start()
     cli_service.down(world.home, at_once=True, wait_s=20, say=world.said.append)
-    reaping.join(5)
+    reaping.join(20)
     assert (process.returncode, world.terminations()) == (0, 2)
 
 
@@ -185,7 +185,7 @@ def test_a_node_leaves_and_is_not_taken_down(world: World) -> None:
     assert world.terminations() == 0
     cli_service.leave(world.home, wait_s=20, say=world.said.append)
     assert world.said == ["mac1 is leaving the cluster at 10.0.0.1:6379", "Gone"]
-    assert process.wait(5) == 0
+    assert process.wait(20) == 0
 
 
 def test_a_head_does_not_leave(world: World) -> None:

@@ -123,7 +123,7 @@ def test_a_node_that_does_not_leave_is_ended(world: Callable[[str], World]):
     assert launcher.wait(20) == []
     began = time.monotonic()
     launcher.stop()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
     assert ProcessMark.of(stuck.starts()[0][0]) is None
 
 

@@ -91,7 +91,7 @@ def test_a_pull_that_waits_ends_by_itself_with_a_dead_source_and_by_its_deadline
     waiting = replace(wanted(entries), wait_s=0.3)
     began = time.monotonic()
     result = pair.pull(waiting)
-    assert (result.stop, result.blocks) == (Stop.MISSING, 2) and 0.3 <= time.monotonic() - began < 5.0
+    assert (result.stop, result.blocks) == (Stop.MISSING, 2) and 0.3 <= time.monotonic() - began < 20.0
     result = pair.pull(replace(waiting, wait_s=60.0), deadline_s=0.3)
     assert (result.stop, result.blocks) == (Stop.DEADLINE, 2)
     closing = threading.Timer(0.3, server.close)
@@ -99,7 +99,7 @@ def test_a_pull_that_waits_ends_by_itself_with_a_dead_source_and_by_its_deadline
     began = time.monotonic()
     result = pair.pull(replace(waiting, wait_s=60.0), deadline_s=60.0)
     closing.join()
-    assert (result.stop, result.blocks) == (Stop.UNREACHABLE, 2) and time.monotonic() - began < 10.0
+    assert (result.stop, result.blocks) == (Stop.UNREACHABLE, 2) and time.monotonic() - began < 30.0
 
 
 def test_arrays_of_every_kind_move(pair):
@@ -344,7 +344,7 @@ def test_strangers_do_not_keep_nodes_out(pair):
     pair.source.put(entries)
     made = [socket.create_connection(server.addresses[0]) for _ in range(4)]
     for sock in made[:2]:
-        sock.settimeout(5)
+        sock.settimeout(20)
         assert sock.recv(1) == b""
     assert pair.pull(wanted(entries)).stop is Stop.COMPLETE
     for sock in made:

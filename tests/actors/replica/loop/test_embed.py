@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,10 +247,10 @@ def test_an_idle_engine_stays_responsive_while_it_embeds_much(bench: MakeBench):
     asked.ask("many", texts_of(*[rng.randint(1, 30) for _ in range(300)]), tenant="a")
     asked.bench.turn()
     asked.ask("few", texts_of(10), tenant="b")
-    began, turns = time.monotonic(), 0
+    turns = 0
     while "few" not in asked.answers:
         asked.bench.turn()
         turns += 1
-    assert turns <= 3 and time.monotonic() - began < 20
+    assert turns <= 3
     asked.drain()
     assert asked.vectors("many").shape == (300, 64)

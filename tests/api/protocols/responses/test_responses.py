@@ -333,7 +333,7 @@ async def test_a_streaming_sequence_stops_with_its_client(server, backend):
     body = {"input": "Hi", "stream": True}
     async with httpx.AsyncClient() as client, client.stream("POST", f"{server}/v1/responses", json=body) as answer:
         seen = [json.loads(line[6:]) async for line in _until_text(aiter(answer.aiter_lines()))]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await backend.generations[0].aborted.wait()
     async with httpx.AsyncClient() as client:
         id = seen[0]["response"]["id"]
