@@ -260,7 +260,7 @@ class PictureProcessor:
         given: dict[str, Any] = {} if videos and not pictures else {"images": list(pictures)}
         made = dict(self._processor(text=[text], **given, **_of_videos(videos), return_tensors="mlx"))
         # As mlx-vlm does.
-        return {_PIXELS if name == "images" else name: value for name, value in made.items()}
+        return with_all_tiles({_PIXELS if name == "images" else name: value for name, value in made.items()})
 
     def marked(self, tokens: Sequence[int]) -> list[int]:
         """Returns tokens of `read` as the model's encoder wants them."""
@@ -489,6 +489,16 @@ def _numbers(values: Iterable[Any]) -> frozenset[int]:
 def _of_tokens(value: Any, ids: list[int]) -> bool:
     """Returns whether an input has one entry for each token."""
     return tuple(getattr(value, "shape", ())) == (1, len(ids))
+
+
+def with_all_tiles(made: dict[str, Any]) -> dict[str, Any]:
+    """Returns inputs whose counts of tiles, `(prompts, pictures, 2)`, have a row for every tile. DeepSeek-VL2 of
+    mlx-vlm counts as many rows as there are tiles, and would read memory behind the array; rows of 0 end its count."""
+    counts, pixels = (made.get(name) for name in ("images_spatial_crop", _PIXELS))
+    if getattr(counts, "ndim", 0) != 3 or getattr(pixels, "ndim", 0) != 5:
+        return made
+    missing = max(0, pixels.shape[1] - counts.shape[1])
+    return {**made, "images_spatial_crop": np.pad(np.array(counts), ((0, 0), (0, missing), (0, 0)))}
 
 
 def _rate(seconds: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.model_files.processors import PictureProcessor, with_all_tiles
 from satchel.actors.protocol.media_ids import picture_hash
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.actors.replica.execution.loaded_model import LoadedModel
@@ -150,6 +150,8 @@ def _add_pictures(
         sequence, script = len(sequences.prompts), [*_filled(prompt, media), *answer]
         try:
             inputs = _film_of(own, text, shown[0]) if shown[0].video else _inputs_of(own, model, text, _images(shown))
+            # Without this the library reads memory that is not the array's.
+            inputs = with_all_tiles(inputs)
             given = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
             marked = ours.marked(script)
             inputs["mask"] = inputs.pop("attention_mask", None)

@@ -276,7 +276,11 @@ class Vision:
 
     def _agrees(self, span: SpanLayout, like: Sequence[Image.Image], video: bool) -> bool:
         """Whether two very different pictures get the same embeddings together as alone. Some models treat the pictures
-        of one call as parts of one picture."""
+        of one call as parts of one picture; those that are told what each token is take one prompt a row, and would
+        read and write behind the only row here."""
+        inputs = self._processor.inputs(like, video=video).values()
+        if any(tuple(getattr(each, "shape", ())) == (1, len(span.tokens)) for each in inputs):
+            return False
         width, height = like[0].size
         noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
         shown = [[Image.fromarray(pixels)] * len(like) for pixels in (noise, 255 - noise)]

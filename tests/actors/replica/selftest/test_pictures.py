@@ -222,7 +222,7 @@ def test_what_a_model_notes_of_pictures_is_taken_back(loaded: LoadedModel, shows
     assert mx.array_equal(model.language_model.model.norm.weight, before)
 
 
-@pytest.mark.parametrize("name", ["aya_vision"])
+@pytest.mark.parametrize("name", ["aya_vision", "deepseek_vl_v2"])
 def test_types_that_are_not_served_elsewhere_see(tmp_path: Path, name: str):
     loaded = load(vision_types.write(tmp_path, name))
     assert not loaded.blind
