@@ -206,6 +206,14 @@ class WholeFiles(LoadScopeScheduling):
         file = nodeid.partition("::")[0]
         return "cluster" if file.endswith(SHARE_CLUSTER) else file
 
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Of a process that ended in a test, others get the files with tests left. A file that is done would leave who
+        gets it without the next test, and it waits for that one before it runs its last."""
+        work = self.assigned_work[node]
+        for file in [file for file, tests in work.items() if all(tests.values())]:
+            del work[file]
+        return super().remove_node(node)
+
     def _assign_work_unit(self, node: WorkerController) -> None:
         first = node is self.nodes[0]
         wanted = (scope for scope in self.workqueue if scope.endswith(("cluster", *START_SERVERS)) == first)
