@@ -92,7 +92,9 @@ async function choose(id) {
 async function listModels() {
   try {
     const { data } = await get("/v1/models");
-    $("chat-model").replaceChildren(...data.map(({ id }) => el("option", {}, id)));
+    const chatting = data.filter(({ architecture: { input_modalities: reads, output_modalities: writes } }) =>
+      reads.includes("text") && writes.includes("text"));
+    $("chat-model").replaceChildren(...chatting.map(({ id }) => el("option", {}, id)));
     showModel();
     const { data: agents } = await get("/v1/agents?limit=100");
     $("known-agents").replaceChildren(...agents.map((agent) => el("option", { value: agent.id })));
