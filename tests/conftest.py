@@ -64,7 +64,7 @@ START_SERVERS = (
 LONG = (
     "execution/test_families.py",
     "simulations/test_cluster_simulation.py",
-    "execution/test_compiled_step.py",
+    "execution/recorded/test_compiled_step.py",
     "kernels/test_metal_text.py",
     "kernels/test_decode_kernel.py",
     "protocols/all_protocols/test_constrained_answers.py",

@@ -63,8 +63,8 @@ from .images.progress import ImageProgress, queue_image
 from .loop.consumers import Consumers
 
 if TYPE_CHECKING:
-    from .execution.grammar import SequenceGrammar
-    from .execution.language_inputs import ImageEmbeddings
+    from .execution.media.language_inputs import ImageEmbeddings
+    from .execution.sampling.grammar import SequenceGrammar
     from .images.engine import ImageEngine
     from .loop.engine import Engine
     from .memory.disk_tier import DiskTier

@@ -24,7 +24,7 @@ from ..model_files.image_folders import has_image_layout, read_component_files
 from ..model_files.processors import sees
 from ..model_files.source import first_sentence, read_json
 from ..model_files.weights import bytes_in_memory, read_weight_files
-from .execution.vision import LanguagePart
+from .execution.media.vision import LanguagePart
 from .kernels.sealing import POLICIES
 from .kv.caches import ModelCacheSpec, read_spec
 from .loading.kv_choice import AUTO, USUAL

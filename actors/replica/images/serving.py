@@ -27,8 +27,8 @@ from ...supervision.stall import limit_s
 from ...supervision.watchdog import ENGINE, Watchdog
 from ..device import blas
 from ..device.device import device_kind, device_name
-from ..execution.findings import version_of
 from ..memory.replica_memory import ReplicaMemory
+from ..proving.findings import version_of
 from .engine import GIVEN_BYTES_MAX, ImageEngine
 from .pipeline import ImagePipeline
 from .reports import ImageReports

@@ -35,7 +35,7 @@ from ..adapters.adapters import Adapter, Adapters
 from ..adapters.layers import Matrices, Stack, adapt
 from ..adapters.rows import Rows
 from ..device.device import on_gpu
-from ..execution.agreement import MODEL_ERRORS, agree, try_change, unless_equal
+from ..proving.agreement import MODEL_ERRORS, agree, try_change, unless_equal
 
 logger = logging.getLogger(__name__)
 

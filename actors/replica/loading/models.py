@@ -37,17 +37,17 @@ from ...model_files.source import (
 from ...model_files.weights import WeightFile, bytes_in_memory, missing_files, read_weight_file, read_weight_files
 from ..device import blas
 from ..device.device import device_bytes, on_cuda, on_gpu
-from ..execution import vision
 from ..execution.decode_way import DEQUANTIZED, DecodeWay, Tried, nobody
-from ..execution.findings import Findings
 from ..execution.hidden_states import HiddenStates, find_hidden_states
 from ..execution.loaded_model import IN_CONFIG, LoadedModel
-from ..execution.pieces import IN_ONE_PIECE, Pieces
-from ..execution.vision import LanguagePart, NotLeftToRightError, Vision
+from ..execution.media import vision
+from ..execution.media.vision import LanguagePart, NotLeftToRightError, Vision
 from ..kernels.sealing import FULL_PRECISION, POLICIES, SealPolicy
 from ..kv import attention
 from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
 from ..kv.paged_cache import Reads
+from ..proving.findings import Findings
+from ..proving.pieces import IN_ONE_PIECE, Pieces
 from . import adapters as by_request
 from . import decode_ways, few_rows_check, joined, kv_choice
 from .adapters import AdapterFiles

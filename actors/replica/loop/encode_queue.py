@@ -30,8 +30,8 @@ from ...model_files.media_layouts import SpanLayout
 from ...protocol.media_ids import embeddings_id, is_media_token, name_at
 from ...protocol.replica_messages import GenerateRequest, MediaSpan
 from ..device.device import settle
-from ..execution.language_inputs import ImageEmbeddings, SequencePictures
-from ..execution.vision import Vision
+from ..execution.media.language_inputs import ImageEmbeddings, SequencePictures
+from ..execution.media.vision import Vision
 from ..memory.embedding_cache import EmbeddingCache
 from ..memory.embedding_tier import EmbeddingTier
 from ..memory.sequence_memory import Sequence

@@ -31,9 +31,9 @@ from ..device.device_errors import DeviceFailed, on_device
 from ..energy_pace import EnergyPace
 from ..execution.executor import BatchExecutor
 from ..execution.followers import Followers
-from ..execution.grammar import Grammars, SequenceGrammar
-from ..execution.language_inputs import ImageEmbeddings
 from ..execution.loaded_model import LoadedModel
+from ..execution.media.language_inputs import ImageEmbeddings
+from ..execution.sampling.grammar import Grammars, SequenceGrammar
 from ..loading.warm_up import WarmUp
 from ..memory.disk_tier import DiskTier, Prompt
 from ..memory.embedding_tier import EmbeddingTier

@@ -16,7 +16,7 @@ from satchel.actors.model_files.model_identity import adapted_id
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.execution.sampling import Draw
+from satchel.actors.replica.execution.sampling.sampling import Draw
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.memory.disk_tier import DiskTier

@@ -12,11 +12,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ....model_files.layer_ranges import LAYERS
 from ....model_files.model_identity import ModelIdentity
-from ...execution.findings import Findings
-from ...execution.language_inputs import LanguageInputs, separate
-from ...execution.vision import Vision
+from ...execution.media.language_inputs import LanguageInputs, separate
+from ...execution.media.vision import Vision
 from ...kv.caches import ModelCacheSpec
 from ...loading.quirks import FlatCaches
+from ...proving.findings import Findings
 from ..encoder import encoder_of
 from ..opened import Opened
 from .ranks import Ranks

@@ -17,7 +17,6 @@ import pytest
 
 from satchel.actors.protocol.group_messages import StageAddress, StageState
 from satchel.actors.protocol.replica_messages import Sampling
-from satchel.actors.replica.execution.findings import Findings
 from satchel.actors.replica.execution.micro_batches import MicroBatchRule
 from satchel.actors.replica.group import serving
 from satchel.actors.replica.group.broken import GroupBroken
@@ -29,6 +28,7 @@ from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.group.self_test import prove_group
 from satchel.actors.replica.group.serving import leaders_bytes
 from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec
+from satchel.actors.replica.proving.findings import Findings
 from satchel.actors.replica.selftest.forced_sequences import ForcedSequence, _Forced
 from satchel.cluster.config import Logs, Scheduling, Traces, parse_model
 from satchel.cluster.errors import ActorLost, ActorSilent, ModelLoadError, NoRoom

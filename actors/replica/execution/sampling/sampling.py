@@ -21,8 +21,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...protocol.replica_messages import Sampling, TokenLogprobs
-from ..device.device import as_numpy, on_cuda
+from ....protocol.replica_messages import Sampling, TokenLogprobs
+from ...device.device import as_numpy, on_cuda
 from .grammar import SequenceMasks
 from .thinking_limit import ThinkingLimit, thinking_limit_of
 from .token_limits import TokenLimits, limits_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...protocol.replica_messages import TokenLogprobs
+from ....protocol.replica_messages import TokenLogprobs
 from .sampling import Draw
 
 

@@ -15,7 +15,7 @@ from satchel.api.media.prompt import Medium
 from tests.worlds.models.vision_families import write_model
 from tests.worlds.replica.bench import Bench
 
-from .test_families import TOLERANCE, Forced, Logits
+from ..test_families import TOLERANCE, Forced, Logits
 from .test_vision import Script, in_one_pass, picture_of, written
 
 PAIRS, SIDE, ANSWER = 130, 56, 1

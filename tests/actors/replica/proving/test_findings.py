@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.replica.execution import bidirectional
-from satchel.actors.replica.execution.bidirectional import Bidirectional, find_bidirectional
-from satchel.actors.replica.execution.findings import Findings
+from satchel.actors.replica.execution.media import bidirectional
+from satchel.actors.replica.execution.media.bidirectional import Bidirectional, find_bidirectional
 from satchel.actors.replica.loading import models
+from satchel.actors.replica.proving.findings import Findings
 from satchel.cluster.errors import ModelLoadError
 from tests.zoo.vision_types import write
 

@@ -22,20 +22,20 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
 from PIL import Image
 
-from ...model_files.foreign_code import refuse_model_file
-from ...model_files.media_layouts import SpanLayout
-from ...model_files.processors import PictureProcessor
-from ...patches import emptied, reset_to_now
-from ..device.device import as_numpy, on_gpu, settle
-from ..kernels.sealing import copied
-from ..kv.caches import is_recurrent
+from ....model_files.foreign_code import refuse_model_file
+from ....model_files.media_layouts import SpanLayout
+from ....model_files.processors import PictureProcessor
+from ....patches import emptied, reset_to_now
+from ...device.device import as_numpy, on_gpu, settle
+from ...kernels.sealing import copied
+from ...kv.caches import is_recurrent
+from ...proving.findings import Findings
+from ...proving.pieces import Pieces
 from .audio import AudioEncoder
 from .bidirectional import SIDE, Bidirectional, Compute, find_bidirectional, runs_of
-from .findings import Findings
 from .language_inputs import ImageEmbeddings, LanguageInputs, SequencePictures, axes_of, has_axes_last, separate
 from .levels import levels_of
 from .made_inputs import SPARE_BYTES_MAX, check_outputs, check_seen, evaluate_modules
-from .pieces import Pieces
 
 logger = logging.getLogger(__name__)
 

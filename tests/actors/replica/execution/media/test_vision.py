@@ -30,10 +30,10 @@ from satchel.actors.protocol.media_ids import is_media_token, picture_hash
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.actors.protocol.store_messages import Content, Head
 from satchel.actors.replica.execution import executor
-from satchel.actors.replica.execution.bidirectional import runs_of
-from satchel.actors.replica.execution.language_inputs import SequencePart, SequencePictures
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.execution.vision import TOGETHER_TOKENS_MAX
+from satchel.actors.replica.execution.media.bidirectional import runs_of
+from satchel.actors.replica.execution.media.language_inputs import SequencePart, SequencePictures
+from satchel.actors.replica.execution.media.vision import TOGETHER_TOKENS_MAX
 from satchel.actors.replica.kv.caches import set_bidirectional
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory.disk_tier import DiskTier
@@ -47,8 +47,8 @@ from tests.worlds.models.vision_families import FAMILIES, write_model
 from tests.worlds.replica.bench import Bench, Forced, Logits
 from tests.worlds.replica.bench_disk import Node, write_down
 
-from ..memory.test_disk_tier import AGENT as ALICE
-from .test_families import TOLERANCE
+from ...memory.test_disk_tier import AGENT as ALICE
+from ..test_families import TOLERANCE
 
 UNBATCHED = {"internvl_chat"}
 """Families that take several pictures for parts of one."""

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from satchel.actors.protocol.replica_messages import Sampling, ThinkingBudget
-from satchel.actors.replica.execution.sampling import BatchSampler
-from satchel.actors.replica.execution.thinking_limit import START_TOKENS_MAX, ThinkingLimit, thinking_limit_of
+from satchel.actors.replica.execution.sampling.sampling import BatchSampler
+from satchel.actors.replica.execution.sampling.thinking_limit import START_TOKENS_MAX, ThinkingLimit, thinking_limit_of
 
 VOCABULARY = 12
 START, END, BREAK = [7], [8, 9], 10

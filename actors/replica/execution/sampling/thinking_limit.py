@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ...protocol.replica_messages import ThinkingBudget
+from ....protocol.replica_messages import ThinkingBudget
 
 SOFT_PART, SOFT_TOKENS_MAX = 8, 256
 """The last part of a budget, in which a block ends with its line: an eighth, but not more tokens than this."""

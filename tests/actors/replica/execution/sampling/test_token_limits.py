@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.replica_messages import Sampling
-from satchel.actors.replica.execution.sampling import BatchSampler
+from satchel.actors.replica.execution.sampling.sampling import BatchSampler
 from satchel.actors.rpc.codec import decode, encode
 
 VOCABULARY = 50

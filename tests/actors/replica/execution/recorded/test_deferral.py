@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from satchel.actors.replica.execution.deferral import CannotDefer, Deferral
+from satchel.actors.replica.execution.recorded.deferral import CannotDefer, Deferral
 
 DIM = 64
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...patches import stood_in
-from ..kernels.head_transform import HeadTransform, Norm, Rotation
+from ....patches import stood_in
+from ...kernels.head_transform import HeadTransform, Norm, Rotation
 
 
 class CannotDefer(RuntimeError):

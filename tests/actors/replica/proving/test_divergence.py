@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.replica.execution.divergence import compare, logits_of
+from satchel.actors.replica.proving.divergence import compare, logits_of
 from tests.worlds.models.table_model import VOCABULARY, Table, Tape
 
 

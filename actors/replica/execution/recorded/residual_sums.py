@@ -17,9 +17,9 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from ...patches import stood_in
-from ..kernels import sum_norm
-from ..kernels.head_transform import Norm
+from ....patches import stood_in
+from ...kernels import sum_norm
+from ...kernels.head_transform import Norm
 from .deferral import CannotDefer
 
 

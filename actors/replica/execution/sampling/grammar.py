@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ...model_files.grammar_compiler import GrammarCompiler, load_compiler
-from .loaded_model import LoadedModel
+from ....model_files.grammar_compiler import GrammarCompiler, load_compiler
+from ..loaded_model import LoadedModel
 
 PARALLEL_SEQUENCES_MIN = 8
 """With at least this many sequences, their masks are made on several threads. A mask takes about 0.1 ms, but waking

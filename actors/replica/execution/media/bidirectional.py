@@ -16,10 +16,10 @@ import mlx.core as mx
 import numpy as np
 from PIL import Image
 
-from ...model_files.processors import PictureProcessor
-from .agreement import MODEL_ERRORS, agree
-from .findings import Findings
-from .pieces import IN_ONE_PIECE, Pieces
+from ....model_files.processors import PictureProcessor
+from ...proving.agreement import MODEL_ERRORS, agree
+from ...proving.findings import Findings
+from ...proving.pieces import IN_ONE_PIECE, Pieces
 
 SIDE = 224
 """Width and height of the pictures with which a model is tested, in pixels."""

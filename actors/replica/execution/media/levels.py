@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .agreement import MODEL_ERRORS
+from ...proving.agreement import MODEL_ERRORS
 
 
 def levels_of(made: dict[str, Any]) -> list[mx.array]:

@@ -16,11 +16,11 @@ from typing import Any
 import mlx.core as mx
 from cachetools import LRUCache
 
-from ..adapters.rows import Adapted
-from ..kernels.decode_views import KernelStep, KernelView, NewTokens
-from ..kernels.head_transform import NOTHING, HeadTransform
-from ..kernels.sealing import Sealed, SealPolicy
-from ..kv.paged_cache import PagedKVCache
+from ...adapters.rows import Adapted
+from ...kernels.decode_views import KernelStep, KernelView, NewTokens
+from ...kernels.head_transform import NOTHING, HeadTransform
+from ...kernels.sealing import Sealed, SealPolicy
+from ...kv.paged_cache import PagedKVCache
 from .deferral import Deferral
 from .residual_sums import ResidualSums
 

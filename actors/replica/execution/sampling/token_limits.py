@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from ...protocol.replica_messages import Sampling
+from ....protocol.replica_messages import Sampling
 
 _NONE = -1
 """Stands for no token: before the answer's first token, and as the padding of shorter words."""

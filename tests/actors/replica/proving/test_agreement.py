@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from satchel.actors.patches import Change
-from satchel.actors.replica.execution.agreement import Verdict, try_change, unless_equal
+from satchel.actors.replica.proving.agreement import Verdict, try_change, unless_equal
 
 REASON = "it computes something else"
 

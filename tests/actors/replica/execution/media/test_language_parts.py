@@ -19,7 +19,7 @@ from mlx_vlm.utils import load_model
 from satchel.actors.model_files.processors import PictureProcessor
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.execution.vision import LanguagePart
+from satchel.actors.replica.execution.media.vision import LanguagePart
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace

@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..device.device import as_numpy
-from .agreement import MODEL_ERRORS
+from ...device.device import as_numpy
+from ...proving.agreement import MODEL_ERRORS
 from .levels import has_dense_levels, spread_levels
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.replica_messages import Sampling, TokenLogprobs
-from satchel.actors.replica.execution import sampling
-from satchel.actors.replica.execution.grammar import SequenceMasks
-from satchel.actors.replica.execution.sampling import (
+from satchel.actors.replica.execution.sampling import sampling
+from satchel.actors.replica.execution.sampling.grammar import SequenceMasks
+from satchel.actors.replica.execution.sampling.sampling import (
     BatchSampler,
     Draw,
     _largest,
