@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 import ray
 
-from ..cluster.cards import card_of, found_cards
-from ..cluster.config import Config, Model
+from ..cluster.config.config import Config, Model
+from ..cluster.config.nodes import Node
+from ..cluster.config.stages import GroupPlan, Stage
+from ..cluster.config.timing import Timing
 from ..cluster.connection import NAMESPACE, satchel_version
+from ..cluster.devices.cards import card_of, found_cards
 from ..cluster.environment import default_home
 from ..cluster.errors import ActorSilent, InvalidRequest, ModelLoadError, NoAnswer, NoRoom, Unavailable
-from ..cluster.nodes import Node
 from ..cluster.placement import place
-from ..cluster.stages import GroupPlan, Stage
-from ..cluster.timing import Timing
 from .kv_store.actor import KVStoreActor
 from .model_files.adapter_infos import all_files
 from .protocol import control_store, registry

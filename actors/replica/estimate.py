@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ...cluster.config import Scheduling
+from ...cluster.config.config import Scheduling
 from ...cluster.errors import ModelLoadError
 from ..model_files.context import context_length
 from ..model_files.conversion import RECIPES, lazy_model, recipe_bytes

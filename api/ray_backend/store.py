@@ -30,6 +30,7 @@ from ...actors.protocol.store_messages import (
 from ...actors.rpc.client import Call
 from ...actors.rpc.spec import Method
 from ...actors.start import find_replicas
+from ...cluster.config.timing import Timing
 from ...cluster.detached import DetachedTasks
 from ...cluster.errors import (
     AgentElsewhere,
@@ -41,7 +42,6 @@ from ...cluster.errors import (
     Unavailable,
     quoted,
 )
-from ...cluster.timing import Timing
 from .locator import AgentLocator, Question
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import load_config
+from satchel.cluster.config.config import load_config
 from tests.system.serving import COMMAND, serving
 from tests.worlds.api.recordings import talk, write
 

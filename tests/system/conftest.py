@@ -11,7 +11,7 @@ from satchel.api.client.cluster import Cluster
 from satchel.api.serve import Deployment, deploy
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.bring_up.runtime import LocalCluster
-from satchel.cluster.config import Config, parse_config
+from satchel.cluster.config.config import Config, parse_config
 from tests.worlds.collector import Collector, collecting
 
 from .serving import RECALL, give_findings, take_findings

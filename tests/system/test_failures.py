@@ -22,7 +22,7 @@ from satchel.actors.rpc.client import actor_handle
 from satchel.api.client.cluster import Cluster, Reply
 from satchel.api.ray_backend.dispatch import RayBackend
 from satchel.cluster.bring_up.runtime import LocalCluster
-from satchel.cluster.config import Config
+from satchel.cluster.config.config import Config
 from satchel.cluster.errors import NoAnswer
 from satchel.cluster.incidents import incidents
 from tests.worlds.collector import Collector

@@ -19,8 +19,8 @@ import grpc
 import pytest
 
 from satchel.cluster.bring_up.launch import Launcher
-from satchel.cluster.nodes import Node
-from satchel.cluster.timing import USUAL
+from satchel.cluster.config.nodes import Node
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.trust.invitations import invite
 
 from . import secure_shell

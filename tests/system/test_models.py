@@ -285,7 +285,7 @@ def test_a_load_whose_driver_is_killed_leaves_nothing_behind(server: Server):
     script = """
 import asyncio, os, signal
 from satchel.actors import start
-from satchel.cluster.timing import Timing
+from satchel.cluster.config.timing import Timing
 class Hasty(start.ReplicaActor):
     def __init__(self, *args):
         super().__init__(*args[:-1], Timing(unwanted_s=2.0))

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from satchel.cluster.bring_up.runtime import LocalCluster
-from satchel.cluster.config import Config
+from satchel.cluster.config.config import Config
 from tests.worlds.collector import Collector, SeenSpan
 
 from .test_endpoint import user, wait_until

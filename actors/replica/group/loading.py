@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ....cluster.config import Model
+from ....cluster.config.config import Model
+from ....cluster.config.stages import Stage as PlannedStage
 from ....cluster.environment import default_home
 from ....cluster.errors import ModelLoadError, NoRoom
-from ....cluster.stages import Stage as PlannedStage
 from ...model_files.context import context_length
 from ...model_files.digests import check_unchanged, digest_files
 from ...model_files.end_tokens import end_tokens

@@ -7,7 +7,7 @@ import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ....cluster.config import Model
+from ....cluster.config.config import Model
 from ....cluster.errors import ModelLoadError
 from ...model_files.source import Progress
 from ..device.device import on_gpu

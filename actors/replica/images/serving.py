@@ -11,11 +11,11 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ....cluster.config import Model, Scheduling
+from ....cluster.config.config import Model, Scheduling
+from ....cluster.config.nodes import Node
+from ....cluster.config.timing import Timing
 from ....cluster.environment import default_home
 from ....cluster.errors import ModelLoadError, SatchelError
-from ....cluster.nodes import Node
-from ....cluster.timing import Timing
 from ...model_files.digests import check_unchanged, digest_files
 from ...model_files.image_folders import image_files, read_component_files
 from ...model_files.model_identity import ModelIdentity

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from ....cluster.config import Scheduling
+from ....cluster.config.config import Scheduling
+from ....cluster.config.timing import USUAL, Timing
 from ....cluster.errors import (
     ComputesOtherwise,
     ContextLengthExceeded,
@@ -25,7 +26,6 @@ from ....cluster.errors import (
     Unavailable,
 )
 from ....cluster.telemetry.context import span
-from ....cluster.timing import USUAL, Timing
 from ...protocol.replica_messages import GenerateRequest, PoolingRequest
 from ..device.device_errors import DeviceFailed, on_device
 from ..energy_pace import EnergyPace

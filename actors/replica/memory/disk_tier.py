@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ....cluster.config.timing import USUAL, Timing
 from ....cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
-from ....cluster.timing import USUAL, Timing
 from ...kv_store.disk.segment_reader import read_entries
 from ...kv_store.disk.segments import grouped, read_key, write_segment
 from ...model_files.model_identity import adapted_id

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ....cluster.config import Scheduling
+from ....cluster.config.config import Scheduling
+from ....cluster.config.timing import Timing
 from ....cluster.errors import SatchelError
-from ....cluster.timing import Timing
 from ...kv_store.disk.segment_reader import StoredEntry, read_entries
 from ...kv_store.disk.segments import grouped
 from ...model_files.layer_ranges import LayerRange, Piece, ids_of_all, pieces_of

@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ....cluster.config import Model
+from ....cluster.config.config import Model
 from ....cluster.environment import mlx_rounding
 from ....cluster.errors import ModelLoadError
 from ...model_files.source import first_sentence

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from PIL import Image
 
-from ....cluster.config import Scheduling
+from ....cluster.config.config import Scheduling
 from ...model_files.media_layouts import SpanLayout
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids, root_id

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ....cluster.config import Model, Scheduling
+from ....cluster.config.config import Model, Scheduling
 from ....cluster.errors import ModelLoadError
 from ...model_files.source import Progress, first_sentence
 from ..device.device import as_numpy, on_gpu

@@ -29,12 +29,12 @@ from satchel.actors.replica.selftest import self_test
 from satchel.actors.replica.selftest.forced_sequences import ForcedSequence, Scene
 from satchel.actors.replica.selftest.self_test import Proven, Verdict, prove
 from satchel.actors.replica.serving import Serving
-from satchel.cluster.config import Model, Scheduling
+from satchel.cluster.config.config import Model, Scheduling
+from satchel.cluster.config.nodes import Node
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import ComputesOtherwise, ModelLoadError, SatchelError
 from satchel.cluster.home import Home
 from satchel.cluster.incidents import incidents
-from satchel.cluster.nodes import Node
-from satchel.cluster.timing import USUAL
 from tests.worlds.models import vision_families
 from tests.worlds.models.families import write_model
 

@@ -30,7 +30,7 @@ from satchel.api.media.video import Deadline
 from satchel.api.requests.requests import ChatRequest, Past, prepare_chat
 from satchel.api.requests.unsupported_media import UNREAD, WORDS
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.cluster.config import Config, Media, parse_config
+from satchel.cluster.config.config import Config, Media, parse_config
 from satchel.cluster.errors import ConfigError, InvalidRequest
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.remembering import Remembering

@@ -29,8 +29,8 @@ from satchel.api.pipeline.generation import Generator
 from satchel.api.protocols.openai.messages import read_messages
 from satchel.api.requests.requests import ChatRequest
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.cluster.config import Config
-from satchel.cluster.config import Media as Limits
+from satchel.cluster.config.config import Config
+from satchel.cluster.config.config import Media as Limits
 from satchel.cluster.errors import Unavailable
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.remembering import Remembering

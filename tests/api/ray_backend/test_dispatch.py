@@ -21,7 +21,8 @@ from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.connection import SENT_MAX, ReplicaConnection, SentPictures
 from satchel.api.ray_backend.sequences import ATTEMPTS, RayGeneration
 from satchel.api.requests.loading import Loading
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
+from satchel.cluster.config.timing import USUAL, Timing
 from satchel.cluster.errors import (
     ComputesOtherwise,
     NoReplica,
@@ -33,7 +34,6 @@ from satchel.cluster.errors import (
     SlowReader,
 )
 from satchel.cluster.telemetry.context import TRACING, span, working_for
-from satchel.cluster.timing import USUAL, Timing
 from tests.worlds.collector import traced
 from tests.worlds.direct import Direct, model_info
 

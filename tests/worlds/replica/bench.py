@@ -20,7 +20,7 @@ from satchel.actors.replica.execution.sampling.sampling import Draw
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.memory.disk_tier import DiskTier
-from satchel.cluster.config import Scheduling
+from satchel.cluster.config.config import Scheduling
 from satchel.cluster.errors import SatchelError
 from tests.worlds.models.families import write_model
 

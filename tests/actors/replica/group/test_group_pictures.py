@@ -30,7 +30,7 @@ from satchel.actors.replica.group.picture_messages import Wanted, pack_pictures,
 from satchel.actors.replica.group.self_test import prove_group
 from satchel.actors.replica.loading import models
 from satchel.api.media.prompt import Medium
-from satchel.cluster.config import parse_model
+from satchel.cluster.config.config import parse_model
 from tests.worlds.models.vision_families import FAMILIES, write
 from tests.worlds.replica.bench import Bench, Received
 from tests.worlds.replica.group import GROUP, KEY, TIMES, Led, listener, on_a_thread

@@ -20,7 +20,7 @@ from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.actors.replica.selftest import audio as audio_test
 from satchel.actors.replica.selftest import self_test
-from satchel.cluster.config import Model
+from satchel.cluster.config.config import Model
 from satchel.cluster.errors import InvalidRequest, PictureLost
 from tests.worlds.replica.bench import Bench
 from tests.worlds.sounds import tone

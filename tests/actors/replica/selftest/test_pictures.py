@@ -20,7 +20,7 @@ from satchel.actors.replica.loading import models
 from satchel.actors.replica.selftest import pictures
 from satchel.actors.replica.selftest.self_test import prove
 from satchel.api.requests.conversation import with_shown
-from satchel.cluster.config import Model
+from satchel.cluster.config.config import Model
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.models.families import random_weights
 from tests.worlds.models.vision_families import write_files, write_model

@@ -41,7 +41,7 @@ from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
 from satchel.actors.rpc.codec import encode
 from satchel.api.media.prompt import Medium, place, with_media_tokens
 from satchel.api.media.sources import Picture
-from satchel.cluster.nodes import Node as ClusterNode
+from satchel.cluster.config.nodes import Node as ClusterNode
 from tests.worlds.direct import carried
 from tests.worlds.models.vision_families import FAMILIES, write_model
 from tests.worlds.replica.bench import Bench, Forced, Logits

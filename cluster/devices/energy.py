@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..environment import own_card
 from .cards import nvml
-from .environment import own_card
 
 NVML, RAPL, POWERMETRICS = "nvml", "rapl", "powermetrics"
 

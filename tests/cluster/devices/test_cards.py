@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from satchel.cluster import available_memory, cards
-from satchel.cluster.cards import Card, card_free_bytes, card_of, found_cards, listed, visible
+from satchel.cluster.devices import available_memory, cards
+from satchel.cluster.devices.cards import Card, card_free_bytes, card_of, found_cards, listed, visible
 from satchel.cluster.errors import ConfigError
 from tests.worlds.fake_cards import UUIDS, fake_nvidia_smi, listing, path_with
 

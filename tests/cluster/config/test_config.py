@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from satchel.cluster.config import Config, Model, default_config, load_config, name_refusal, parse_config, parse_model
+from satchel.cluster.config.config import (
+    Config,
+    Model,
+    default_config,
+    load_config,
+    name_refusal,
+    parse_config,
+    parse_model,
+)
+from satchel.cluster.config.stages import Split
 from satchel.cluster.errors import ConfigError
-from satchel.cluster.stages import Split
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from satchel.cluster.config import Config, default_config, parse_config
+from satchel.cluster.config.config import Config, default_config, parse_config
+from satchel.cluster.config.timing import RELATIONS, USUAL, Relation, Timing, broken
 from satchel.cluster.errors import ConfigError
-from satchel.cluster.timing import RELATIONS, USUAL, Relation, Timing, broken
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAMES = [field.name for field in fields(Timing)]
 
 
@@ -110,7 +110,7 @@ def test_every_relation_is_of_times_that_there_are():
 
 def said_of_fields() -> dict[str, str]:
     """What `Timing` says under each of its fields, in one line."""
-    tree = ast.parse((ROOT / "cluster/timing.py").read_text())
+    tree = ast.parse((ROOT / "cluster/config/timing.py").read_text())
     (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Timing"]
     said: dict[str, str] = {}
     for field, text in pairwise(body):

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from satchel.cluster.config.nodes import Node
+from satchel.cluster.config.stages import ENDLESS, GIB, GroupPlan, LayerNeeds, ModelNeeds, Split, Stage, divide, share
 from satchel.cluster.errors import NoRoom
-from satchel.cluster.nodes import Node
-from satchel.cluster.stages import ENDLESS, GIB, GroupPlan, LayerNeeds, ModelNeeds, Split, Stage, divide, share
 
 AUTO = Split("auto")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..config.config import Config, check_nodes, local_nodes
+from ..errors import ConfigError
 from .cards import Card, card_of
-from .config import Config, check_nodes, local_nodes
-from .errors import ConfigError
 
 
 def with_devices(config: Config, cards: Sequence[Card]) -> Config:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from .environment import own_card, visible_cuda_devices
-from .errors import ConfigError
+from ..environment import own_card, visible_cuda_devices
+from ..errors import ConfigError
 
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,name", "--format=csv,noheader,nounits")
 _ANSWER_S = 30.0

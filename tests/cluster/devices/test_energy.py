@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from satchel.cluster import energy
-from satchel.cluster.energy import EnergyMeter, Nvml, Powermetrics, Rapl, sampled_joules, spent
+from satchel.cluster.devices import energy
+from satchel.cluster.devices.energy import EnergyMeter, Nvml, Powermetrics, Rapl, sampled_joules, spent
 from tests.worlds.fake_cards import UUIDS
 
 RANGE_UJ = 1_000_000

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as validated
 
-from .errors import NoRoom
+from ..errors import NoRoom
 from .nodes import Node
 from .units import STRICT, Count
 

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BeforeValidator, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass as validated
 
-from .errors import ConfigError
+from ..errors import ConfigError
 from .key_hints import key_hint
 from .media import Media
 from .nodes import Device, Node, host_port
@@ -462,7 +462,7 @@ def _node_refusals(config: Config) -> Iterable[tuple[str, str]]:
             yield f"nodes[{index}].address", "either all nodes have loopback addresses or none"
     devices = config.devices
     if devices == "auto" and not names:
-        # How many there are is known where they are counted (`devices.py`).
+        # How many there are is known where they are counted (`devices/devices.py`).
         return
     count = len(devices) if isinstance(devices, tuple) else devices if isinstance(devices, int) else 1
     known = set(names) or {node.name for node in local_nodes(count)}

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import psutil
 
+from ..environment import is_macos
 from .cards import own_free_bytes
-from .environment import is_macos
 
 _HOST_VM_INFO64 = 4
 

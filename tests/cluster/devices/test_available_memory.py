@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from satchel.cluster import available_memory
-from satchel.cluster.available_memory import available_bytes
+from satchel.cluster.devices import available_memory
+from satchel.cluster.devices.available_memory import available_bytes
 from tests.worlds.fake_mac import GIB, VM_STAT, fake_mac
 
 PAGE_BYTES = 16_384

@@ -12,18 +12,18 @@ import pytest
 from satchel.cluster.bring_up.doctor import check_cards
 from satchel.cluster.bring_up.launch import JoinOrder
 from satchel.cluster.bring_up.runtime import LocalCluster
-from satchel.cluster.cards import Card
-from satchel.cluster.config import Config, load_config, parse_config
-from satchel.cluster.devices import with_devices
+from satchel.cluster.config.config import Config, load_config, parse_config
+from satchel.cluster.config.nodes import Node
+from satchel.cluster.devices.cards import Card
+from satchel.cluster.devices.devices import with_devices
 from satchel.cluster.environment import child_environment
 from satchel.cluster.errors import ConfigError
 from satchel.cluster.home import Home
-from satchel.cluster.nodes import Node
 from satchel.cluster.trust.invitations import Invitation
 from tests.worlds.fake_cards import UUIDS, fake_nvidia_smi, path_with
 
 CARDS = tuple(Card(number, uuid, 2**37, "NVIDIA H200") for number, uuid in enumerate(UUIDS))
-EXAMPLE = Path(__file__).parents[2] / "configs" / "several-cards.yaml"
+EXAMPLE = Path(__file__).parents[3] / "configs" / "several-cards.yaml"
 
 
 def config(*, model: dict[str, Any] | None = None, **fields: Any) -> Config:

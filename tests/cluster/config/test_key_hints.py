@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
 from satchel.cluster.errors import ConfigError
 
 MODEL = {"name": "a", "source": "b/c"}
