@@ -23,7 +23,7 @@ from ..cluster.environment import default_home
 from ..cluster.errors import ActorSilent, InvalidRequest, ModelLoadError, NoAnswer, NoRoom, Unavailable
 from ..cluster.placement import place
 from .kv_store.actor import KVStoreActor
-from .model_files.adapter_infos import all_files
+from .model_files.identity.adapter_infos import all_files
 from .protocol import control_store, registry
 from .protocol.clients import PoolClient, ReplicaClient, RouterClient
 from .protocol.names import ROUTER, replica_actor_name, store_actor_name

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 
-from ...actors.model_files.audio_processor import AudioProcessor
+from ...actors.model_files.media.audio_processor import AudioProcessor
 from ...cluster.config.config import Media
 from ...cluster.errors import InvalidRequest, SatchelError, Unavailable, quoted
 from .audio import FORMATS, AudioLimits, decode_audio, longest

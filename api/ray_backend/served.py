@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ...actors.model_files.adapter_infos import with_adapter
+from ...actors.model_files.identity.adapter_infos import with_adapter
 from ...actors.protocol import registry
 from ...actors.protocol.registry import ServedEntry
 from ...actors.protocol.replica_messages import ModelInfo

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ....cluster.errors import ModelLoadError
-from ...model_files.processors import PictureProcessor, in_words
+from ...model_files.media.processors import PictureProcessor, in_words
 from ..execution.media.language_inputs import LanguageInputs
 from ..execution.media.vision import NotLeftToRightError, Vision
 from ..kv.caches import ModelCacheSpec

@@ -8,7 +8,7 @@ from typing import Any
 
 from ....cluster.errors import ModelLoadError
 from ...model_files.checkpoints import load_checkpoint
-from ...model_files.processors import sight
+from ...model_files.media.processors import sight
 from ...model_files.source import first_sentence
 from ..execution.media import vision
 from ..execution.media.vision import LanguagePart, NotLeftToRightError

@@ -16,9 +16,9 @@ from ....cluster.config.nodes import Node
 from ....cluster.config.timing import Timing
 from ....cluster.environment import default_home
 from ....cluster.errors import ModelLoadError, SatchelError
-from ...model_files.digests import check_unchanged, digest_files
+from ...model_files.identity.digests import check_unchanged, digest_files
+from ...model_files.identity.model_identity import ModelIdentity
 from ...model_files.image_folders import image_files, read_component_files
-from ...model_files.model_identity import ModelIdentity
 from ...model_files.source import resolve
 from ...model_files.weights import bytes_in_memory
 from ...protocol import registry

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ....cluster.errors import ModelLoadError
-from ...model_files.digests import FileDigest
+from ...model_files.identity.digests import FileDigest
 from ...model_files.source import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

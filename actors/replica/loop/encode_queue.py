@@ -26,7 +26,7 @@ import numpy as np
 from PIL import Image
 
 from ....cluster.errors import InvalidRequest, PictureLost, SatchelError
-from ...model_files.media_layouts import SpanLayout
+from ...model_files.media.media_layouts import SpanLayout
 from ...protocol.media_ids import embeddings_id, is_media_token, name_at
 from ...protocol.replica_messages import GenerateRequest, MediaSpan
 from ..device.device import settle

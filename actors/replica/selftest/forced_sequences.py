@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from ....cluster.config.config import Scheduling
-from ...model_files.media_layouts import SpanLayout
+from ...model_files.media.media_layouts import SpanLayout
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from ...protocol.media_ids import audio_hash, media_key, media_tokens, picture_hash

@@ -18,7 +18,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from PIL import Image
 
-from ...model_files.processors import Video
+from ...model_files.media.processors import Video
 from ..device.device import as_numpy, multiplies_exactly
 from ..execution.followers import Followers
 from ..execution.loaded_model import LoadedModel

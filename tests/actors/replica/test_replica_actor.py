@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from satchel.actors.model_files.model_identity import adapted_id
+from satchel.actors.model_files.identity.model_identity import adapted_id
 from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.replica_messages import (

@@ -16,8 +16,8 @@ import numpy as np
 import openai
 import pytest
 
-from satchel.actors.model_files.audio_processor import AudioProcessor
-from satchel.actors.model_files.media_layouts import MediaLayout
+from satchel.actors.model_files.media.audio_processor import AudioProcessor
+from satchel.actors.model_files.media.media_layouts import MediaLayout
 from satchel.actors.protocol.media_ids import audio_hash, is_of_audio, is_of_video, media_tokens_in
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.api.app import create_app

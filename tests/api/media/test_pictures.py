@@ -18,8 +18,8 @@ import httpx
 import pytest
 from PIL import Image, ImageDraw
 
-from satchel.actors.model_files.media_layouts import MediaLayout
-from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.model_files.media.media_layouts import MediaLayout
+from satchel.actors.model_files.media.processors import PictureProcessor
 from satchel.actors.protocol.media_ids import FIRST_MEDIA_TOKEN, media_tokens_in, picture_hash
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.api.app import create_app

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from satchel.actors.model_files.model_identity import ModelIdentity
+from satchel.actors.model_files.identity.model_identity import ModelIdentity
 from satchel.actors.protocol.replica_messages import ImageInfo, ImageRequest, ImageUpdate
 from satchel.actors.replica.images.engine import ImageEngine
 from satchel.actors.replica.images.pipeline import ImagePipeline

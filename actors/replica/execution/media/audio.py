@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ....model_files.audio_processor import AudioProcessor
-from ....model_files.media_layouts import SpanLayout
+from ....model_files.media.audio_processor import AudioProcessor
+from ....model_files.media.media_layouts import SpanLayout
 from .levels import levels_of
 from .made_inputs import SPARE_BYTES_MAX, check_outputs, check_seen, evaluate_modules
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from PIL import Image
 
-from ....model_files.processors import PictureProcessor
+from ....model_files.media.processors import PictureProcessor
 from ...proving.agreement import MODEL_ERRORS, agree
 from ...proving.findings import Findings
 from ...proving.pieces import IN_ONE_PIECE, Pieces

@@ -23,8 +23,8 @@ from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
 from PIL import Image
 
 from ....model_files.foreign_code import refuse_model_file
-from ....model_files.media_layouts import SpanLayout
-from ....model_files.processors import PictureProcessor
+from ....model_files.media.media_layouts import SpanLayout
+from ....model_files.media.processors import PictureProcessor
 from ....patches import emptied, reset_to_now
 from ...device.device import as_numpy, on_gpu, settle
 from ...kernels.sealing import copied

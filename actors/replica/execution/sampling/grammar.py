@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ....model_files.grammar_compiler import GrammarCompiler, load_compiler
+from ....model_files.text.grammar_compiler import GrammarCompiler, load_compiler
 from ..loaded_model import LoadedModel
 
 PARALLEL_SEQUENCES_MIN = 8

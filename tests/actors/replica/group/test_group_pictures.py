@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.model_files.media.processors import PictureProcessor
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.actors.replica.execution.followers import ShownPictures

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from satchel.actors.kv_store.agents.claims import Branch, Claims
-from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.model_files.media.processors import PictureProcessor
 from satchel.actors.protocol.block_ids import root_id
 from satchel.actors.protocol.media_ids import media_key, media_tokens, picture_hash
 from satchel.actors.protocol.replica_messages import MediaSpan

@@ -13,7 +13,7 @@ import jsonschema_rs
 import pytest
 from tokenizers import Tokenizer
 
-from satchel.actors.model_files.grammar_compiler import GrammarCompiler
+from satchel.actors.model_files.text.grammar_compiler import GrammarCompiler
 from satchel.actors.replica.drafting.pace import DraftPace
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.loaded_model import LoadedModel

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.utils import _get_classes, save_model
 from PIL import Image
 
-from satchel.actors.model_files.processors import NO_PLACE_FOR_VIDEOS, sees, sight
+from satchel.actors.model_files.media.processors import NO_PLACE_FOR_VIDEOS, sees, sight
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.selftest import pictures

@@ -16,7 +16,7 @@ import pytest
 from mlx_vlm.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
 from mlx_vlm.utils import load_model
 
-from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.model_files.media.processors import PictureProcessor
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.media.vision import LanguagePart

@@ -23,8 +23,8 @@ from mlx_vlm.utils import load_model
 from PIL import Image
 
 from satchel.actors.kv_store.transfer.node_blocks import NodeBlocks
-from satchel.actors.model_files.media_layouts import SpanLayout
-from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.model_files.media.media_layouts import SpanLayout
+from satchel.actors.model_files.media.processors import PictureProcessor
 from satchel.actors.protocol.block_ids import root_id
 from satchel.actors.protocol.media_ids import is_media_token, picture_hash
 from satchel.actors.protocol.replica_messages import MediaSpan

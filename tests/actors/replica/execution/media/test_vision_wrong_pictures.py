@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.model_files.media.processors import PictureProcessor
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.loading import models
 from satchel.api.media.prompt import Medium

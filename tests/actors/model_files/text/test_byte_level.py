@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from satchel.actors.model_files.grammar_compiler import GrammarCompiler, tokenizer_json
+from satchel.actors.model_files.text.grammar_compiler import GrammarCompiler, tokenizer_json
 from satchel.api.text.model import TextModel, load_text_model
 
 TEXT = "a small red kite, zwölf Vögel 日本 😀"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.model_files.media.processors import PictureProcessor
 from tests.worlds.models.vision_families import write_files
 from tests.zoo.vision_types import TYPES
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .foreign_code import own_code_only
+from ..foreign_code import own_code_only
 from .nulls import without_nulls
 
 logger = logging.getLogger(__name__)

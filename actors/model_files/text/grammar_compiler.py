@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from ...cluster.errors import InvalidRequest, ModelLoadError
+from ....cluster.errors import InvalidRequest, ModelLoadError
+from ..foreign_code import own_code_only
 from .byte_level import mend_decoder
-from .foreign_code import own_code_only
 from .nulls import without_nulls
 
 GRAMMAR_BYTES_MAX = 256 * 2**10

@@ -7,8 +7,8 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from satchel.actors.model_files.layer_ranges import LAYERS, LayerRange, identity_of, ids_of_all, pieces_of
-from satchel.actors.model_files.model_identity import ModelIdentity
+from satchel.actors.model_files.identity.layer_ranges import LAYERS, LayerRange, identity_of, ids_of_all, pieces_of
+from satchel.actors.model_files.identity.model_identity import ModelIdentity
 
 COUNT = 6
 RANGES = [LayerRange(*ends) for ends in combinations(range(COUNT + 1), 2)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from satchel.actors.model_files.grammar_compiler import load_compiler
+from satchel.actors.model_files.text.grammar_compiler import load_compiler
 from satchel.cluster.errors import ModelLoadError
 
 

@@ -23,13 +23,13 @@ import numpy as np
 from cachetools import LRUCache
 from PIL import Image
 
-from ..protocol.media_ids import is_of_audio, is_of_video
+from ...protocol.media_ids import is_of_audio, is_of_video
+from ..foreign_code import own_code_only, refuse_processor_code
+from ..source import WEIGHTS, first_sentence
+from ..weights import has_audio_encoder, has_picture_encoder, read_weight_file
 from .audio_processor import AudioProcessor, audio_tokens_of, has_audio_parameter
-from .foreign_code import own_code_only, refuse_processor_code
 from .media_layouts import NOT_FOR_THE_MODEL, MediaLayout, SpanLayout, Unfit, token_ids
 from .skeletons import Skeleton
-from .source import WEIGHTS, first_sentence
-from .weights import has_audio_encoder, has_picture_encoder, read_weight_file
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 LAYOUTS_KEPT = 256

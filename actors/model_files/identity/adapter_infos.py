@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..protocol.replica_messages import AdapterInfo, EmbeddingInfo, ModelInfo
+from ...protocol.replica_messages import AdapterInfo, EmbeddingInfo, ModelInfo
 from .model_identity import adapted_id
 
 NOT_EMBEDDED = "adapters by request do not embed texts; use the model without one, or one with `adapter`"

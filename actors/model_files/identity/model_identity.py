@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..protocol.block_ids import digest
+from ...protocol.block_ids import digest
 
 _FILES_TAG = b"satchel.files.1"
 _MODEL_TAG = b"satchel.model.3"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from satchel.actors.model_files import digests
-from satchel.actors.model_files.digests import FileDigest, check_unchanged, digest_files
+from satchel.actors.model_files.identity import digests
+from satchel.actors.model_files.identity.digests import FileDigest, check_unchanged, digest_files
 from satchel.cluster.errors import ModelLoadError
 
 

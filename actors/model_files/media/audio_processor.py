@@ -17,7 +17,7 @@ import numpy as np
 from cachetools import LRUCache
 from PIL import Image
 
-from ..patches import pad_with_end
+from ...patches import pad_with_end
 from .media_layouts import NOT_FOR_THE_MODEL, MediaLayout, SpanLayout, Unfit, token_ids
 
 RATE = 16_000

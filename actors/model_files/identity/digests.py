@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ...cluster.errors import ModelLoadError
-from ..protocol.block_ids import digest
+from ....cluster.errors import ModelLoadError
+from ...protocol.block_ids import digest
 
 logger = logging.getLogger(__name__)
 

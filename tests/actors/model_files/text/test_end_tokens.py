@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.model_files.end_tokens import end_tokens, read_end_tokens
 from satchel.actors.model_files.source import EMBEDDED
+from satchel.actors.model_files.text.end_tokens import end_tokens, read_end_tokens
 from satchel.api.text.model import load_text_model
 
 START, OWN = 3066, 3067
