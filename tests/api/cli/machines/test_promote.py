@@ -1,5 +1,5 @@
-"""The state of a home before it becomes the head in place of a lost one. `tests/system/test_members.py` tests that the
-cluster then runs."""
+"""The state of a home before it becomes the head in place of a lost one. `tests/system/hosts/test_members.py` tests
+that the cluster then runs."""
 
 from __future__ import annotations
 

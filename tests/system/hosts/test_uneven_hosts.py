@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.cluster import uneven
 from benchmarks.parts import Budget
-from tests.system import hosts
+from tests.system.hosts import hosts
 
 pytestmark = [
     pytest.mark.slow,

@@ -20,8 +20,8 @@ from satchel.cluster.home import Home
 from satchel.cluster.processes import session_members
 from tests.worlds.pictures import red_circle
 
-from .hosts import Talk, wait_until
-from .serving import COMMAND, RECALL, kill_everything, serving
+from ..hosts.hosts import Talk, wait_until
+from ..serving import COMMAND, RECALL, kill_everything, serving
 
 NUMBERS = "Say the numbers from one to sixty."
 CODES = {"Anna": "6305", "Ben": "3471", "Carla": "7468", "David": "1791", "Emma": "2186"}

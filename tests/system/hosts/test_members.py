@@ -23,10 +23,10 @@ from satchel.cluster.home import Home
 from satchel.cluster.node_keeper import find_keeper
 from satchel.cluster.trust.takeover_state import kept_takeover_state
 
+from ..serving import RECALL
 from . import hosts as namespaces
 from .hosts import Host, Talk, hosts, named, wait_until
 from .hosts_world import PORT, RETURN_S, START_S, World, ended, hear, succeeds
-from .serving import RECALL
 
 pytestmark = pytest.mark.slow
 

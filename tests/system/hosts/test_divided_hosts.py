@@ -11,9 +11,9 @@ import pytest
 
 from tests.worlds.models.deep import write_deep_recall
 
+from ..nodes.test_divided import command_of
 from .hosts import wait_until
 from .hosts_world import NODES, RETURN_S, START_S, World, succeeds, three_hosts
-from .test_divided import command_of
 from .test_hosts import CODES
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ import pytest
 
 from satchel.cluster.bring_up.ports import free_port
 
-from .hosts import Talk, wait_until
-from .serving import RECALL, kill_everything, serving
+from ..hosts.hosts import Talk, wait_until
+from ..serving import RECALL, kill_everything, serving
 from .test_divided import CODES, NUMBERS, RETURN_S, command_of, stages
 
 SPLIT = {"tensor": 2, "backend": "ring", "trusted_wires": True}

@@ -14,7 +14,7 @@ from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config.config import Config, parse_config
 from tests.worlds.collector import Collector, collecting
 
-from .serving import RECALL, give_findings, take_findings
+from ..serving import RECALL, give_findings, take_findings
 
 SEQUENCES_MAX = 8
 QUEUE_MAX = 12

@@ -14,8 +14,8 @@ from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.home import Home
 from tests.worlds.fake_cards import UUIDS, fake_nvidia_smi, path_with
 
-from .hosts import Talk
-from .serving import COMMAND, RECALL, serving
+from ..hosts.hosts import Talk
+from ..serving import COMMAND, RECALL, serving
 
 CARDS = dict(zip(["local", "local-1"], UUIDS, strict=True))
 

@@ -20,8 +20,8 @@ import pytest
 
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.processes import session_members
+from tests.system.models.test_models import process_name
 from tests.system.serving import COMMAND, serving
-from tests.system.test_models import process_name
 
 # The same weights, but each computes or keeps its KV in its own way, so they are three models.
 MODELS = [

@@ -17,15 +17,15 @@ from satchel.cluster.connection import ClusterRecord, find_cluster
 from satchel.cluster.home import Home
 from satchel.cluster.processes import ProcessMark, session_members
 
-from . import hosts
-from .hosts import Talk, holders, named, wait_until
-from .serving import listens_at, serving
+from ..hosts import hosts
+from ..hosts.hosts import Talk, holders, named, wait_until
+from ..serving import listens_at, serving
 
 # `test_hosts.py` tells the same of nodes that have addresses of their own, where a machine can have such.
 pytestmark = [pytest.mark.slow] if hosts.likely() else []
 
 NODES = ["mac0", "mac1"]
-CONFIG = Path(__file__).parents[2] / "configs" / "two-nodes-local.yaml"
+CONFIG = Path(__file__).parents[3] / "configs" / "two-nodes-local.yaml"
 RETURN_S = 90.0
 NUMBERS = "Say the numbers from one to sixty."
 

@@ -19,11 +19,11 @@ from satchel.cluster.home import Home
 from satchel.cluster.keys import OWNER, create_key
 from satchel.cluster.trust.invitations import Invitation
 
+from ..serving import COMMAND, RECALL, give_findings
 from . import hosts as namespaces
 from . import secure_shell
 from .hosts import Host, Talk, hosts, stand_in_ssh, wait_until
 from .secure_shell import SecureShell
-from .serving import COMMAND, RECALL, give_findings
 
 NODES = ["mac0", "mac1"]
 """Those that the config names."""
