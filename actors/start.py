@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 
 import ray
 
-from ..cluster.cards import card_of, found_cards
-from ..cluster.config import Config, Model
+from ..cluster.config.config import Config, Model
+from ..cluster.config.nodes import Node
+from ..cluster.config.stages import GroupPlan, Stage
+from ..cluster.config.timing import Timing
 from ..cluster.connection import NAMESPACE, satchel_version
+from ..cluster.devices.cards import card_of, found_cards
 from ..cluster.environment import default_home
 from ..cluster.errors import ActorSilent, InvalidRequest, ModelLoadError, NoAnswer, NoRoom, Unavailable
-from ..cluster.nodes import Node
 from ..cluster.placement import place
-from ..cluster.stages import GroupPlan, Stage
-from ..cluster.timing import Timing
 from .kv_store.actor import KVStoreActor
-from .model_files.adapter_infos import all_files
+from .model_files.identity.adapter_infos import all_files
 from .protocol import control_store, registry
 from .protocol.clients import PoolClient, ReplicaClient, RouterClient
 from .protocol.names import ROUTER, replica_actor_name, store_actor_name

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from ..cluster.audit import Audit
-from ..cluster.config import Config, Endpoint
+from ..cluster.config.config import Config, Endpoint
 from ..cluster.keys import KeyRing
 from .agents.memory import AgentMemory
 from .batches.routes import BatchRoutes

@@ -27,7 +27,8 @@ from ..actors.start import Report, drain, find_replicas, start_actors, wait_unti
 from ..actors.supervision.watchdog import Watchdog
 from ..cluster.audit import Audit
 from ..cluster.bring_up.ports import listens_to_strangers
-from ..cluster.config import Config, Tls
+from ..cluster.config.config import Config, Tls
+from ..cluster.config.timing import Timing
 from ..cluster.environment import default_home
 from ..cluster.errors import ClusterError, NoAnswer, SatchelError
 from ..cluster.incidents import note_incident_aside
@@ -36,7 +37,6 @@ from ..cluster.patches import keep_ray_serve_on_this_machine
 from ..cluster.processes import give_freed_memory_back, keep_from_collection
 from ..cluster.telemetry.context import TRACING
 from ..cluster.telemetry.process import begin_telemetry, with_collector
-from ..cluster.timing import Timing
 from ..cluster.trust.endpoint_certificate import client_context
 from ..cluster.trust.shown_certificate import ShownCertificate
 from .agents.memory import AgentMemory

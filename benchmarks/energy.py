@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from satchel.cluster.energy import EnergyMeter, node_meter, spent
+from satchel.cluster.devices.energy import EnergyMeter, node_meter, spent
 
 SECONDS_LEAST = 0.5
 """Counters step every tenth of a second or so: of shorter times they say little."""

@@ -19,8 +19,8 @@ from typing import Any
 from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.executor import FORCED_MAX, BatchExecutor
-from satchel.actors.replica.execution.grammar import Grammars, SequenceGrammar
 from satchel.actors.replica.execution.loaded_model import LoadedModel
+from satchel.actors.replica.execution.sampling.grammar import Grammars, SequenceGrammar
 from satchel.actors.replica.loading import models
 
 WORDS = {"type": "array", "minItems": 500, "items": {"type": "string", "maxLength": 20}}

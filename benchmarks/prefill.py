@@ -20,7 +20,7 @@ from satchel.actors.replica.scheduling.limits import Limits
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
 from satchel.actors.replica.scheduling.scheduler import PrefillChunk, Scheduler
 from satchel.actors.replica.scheduling.sequence import ScheduledSequence
-from satchel.cluster.config import Scheduling
+from satchel.cluster.config.config import Scheduling
 
 from .parts import median, percentile
 

@@ -23,9 +23,9 @@ from filelock import FileLock
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
+from .config.units import STRICT, Bytes, Count
 from .errors import ConfigError, InvalidRequest, KeysDamaged
 from .home import Home, prepare_home, read_json, write_private, write_private_json
-from .units import STRICT, Bytes, Count
 
 OWNER = "default"
 """The tenant of the user who runs the server: the command line, Python handles, and every caller if there are no

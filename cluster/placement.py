@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from .config import Model
+from .config.config import Model
 from .errors import InvalidRequest
 
 

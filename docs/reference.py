@@ -19,8 +19,8 @@ import typer
 from pydantic import TypeAdapter
 
 from satchel.api.cli.main import app
-from satchel.cluster import config, nodes, stages
-from satchel.cluster.timing import Timing
+from satchel.cluster.config import config, nodes, stages
+from satchel.cluster.config.timing import Timing
 
 PAGES = Path(__file__).parent / "reference"
 GROUPS = (

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
-from satchel.cluster.config import Tls
+from satchel.cluster.config.config import Tls
 
 SERVER = (ExtendedKeyUsageOID.SERVER_AUTH,)
 CLIENT = (ExtendedKeyUsageOID.CLIENT_AUTH,)

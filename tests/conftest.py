@@ -42,20 +42,20 @@ if on_gpu():
 
 SHARE_CLUSTER = (
     # First, for it measures with nothing remembered there.
-    "system/test_stories.py",
-    "system/test_endpoint.py",
-    "system/test_telemetry.py",
-    "system/test_failures.py",
-    "system/test_handles.py",
+    "system/shared_cluster/test_stories.py",
+    "system/shared_cluster/test_endpoint.py",
+    "system/shared_cluster/test_telemetry.py",
+    "system/shared_cluster/test_failures.py",
+    "system/shared_cluster/test_handles.py",
     "bring_up/test_runtime.py",
     "cluster/test_patches.py",
 )
 START_SERVERS = (
-    "system/test_hosts.py",
+    "system/hosts/test_hosts.py",
     "system/test_installed.py",
-    "system/test_models.py",
-    "system/test_model_pool.py",
-    "system/test_two_nodes.py",
+    "system/models/test_models.py",
+    "system/models/test_model_pool.py",
+    "system/nodes/test_two_nodes.py",
     "system/test_serve.py",
     "bring_up/test_server.py",
     "system/test_tls.py",
@@ -64,7 +64,7 @@ START_SERVERS = (
 LONG = (
     "execution/test_families.py",
     "simulations/test_cluster_simulation.py",
-    "execution/test_compiled_step.py",
+    "execution/recorded/test_compiled_step.py",
     "kernels/test_metal_text.py",
     "kernels/test_decode_kernel.py",
     "protocols/all_protocols/test_constrained_answers.py",

@@ -51,7 +51,8 @@ def test_the_wheel_works_without_the_tree(wheel: Path, tmp_path: Path) -> None:
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); sys.meta_path[:] = [f for f in sys.meta_path"
         " if 'editable' not in str(getattr(f, '__name__', f)).lower()]\n"
-        "import satchel.api.cli.main as cli, satchel.actors.replica as replica, satchel.cluster.config as config\n"
+        "import satchel.api.cli.main as cli, satchel.actors.replica as replica\n"
+        "import satchel.cluster.config.config as config\n"
         "assert cli.__file__.startswith(sys.argv[1]), cli.__file__\n"
         "assert config.default_config().models[0].source == 'embedded:recall'"
     )

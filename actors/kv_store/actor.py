@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from ...cluster.config import Config
+from ...cluster.config.config import Config
+from ...cluster.config.nodes import Node
 from ...cluster.environment import cluster_key, default_home
 from ...cluster.incidents import note_incident
-from ...cluster.nodes import Node
 from ...cluster.telemetry.process import begin_telemetry
 from ..protocol.names import store_actor_name
 from ..protocol.store_client import StoreClient

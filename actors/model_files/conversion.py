@@ -28,7 +28,7 @@ from mlx_lm.utils import compute_bits_per_weight, quantize_model, save_config, s
 from ...cluster.errors import ModelLoadError
 from .checkpoints import load_checkpoint
 from .foreign_code import refuse_model_file
-from .processors import sees
+from .media.processors import sees
 from .source import INDEX, Progress, first_sentence, read_json, resolve
 from .weights import read_weight_files
 

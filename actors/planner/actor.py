@@ -13,10 +13,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from ...cluster.config import Config, Model
+from ...cluster.config.config import Config, Model
+from ...cluster.config.nodes import Node
+from ...cluster.config.stages import GroupPlan, Stage
 from ...cluster.errors import ModelLoadError, ModelNotFound, SatchelError, Unavailable
-from ...cluster.nodes import Node
-from ...cluster.stages import GroupPlan, Stage
 from ...cluster.telemetry.process import begin_telemetry
 from ..protocol import registry
 from ..protocol.group_clients import PlannerClient

@@ -7,11 +7,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...cluster.config import Model, Scheduling
+from ...cluster.config.config import Model, Scheduling
+from ...cluster.config.nodes import Node
+from ...cluster.config.stages import Split, Stage, divide
 from ...cluster.environment import default_home
 from ...cluster.errors import NoRoom
-from ...cluster.nodes import Node
-from ...cluster.stages import Split, Stage, divide
 from ..model_files.source import found_here, headers_of
 
 if TYPE_CHECKING:

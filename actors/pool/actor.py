@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import ray
 
-from ...cluster.config import Config, Model
+from ...cluster.config.config import Config, Model
+from ...cluster.config.nodes import Node
 from ...cluster.errors import InvalidRequest, ModelLoadError, NoAnswer, SatchelError
-from ...cluster.nodes import Node
 from ...cluster.placement import place
 from ...cluster.telemetry.process import begin_telemetry
 from ..protocol import registry

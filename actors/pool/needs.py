@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...cluster.config import Model
+from ...cluster.config.config import Model
 from ...cluster.errors import ModelLoadError
 from ..model_files.image_folders import has_image_layout, read_component_files
 from ..model_files.source import ADAPTER_WEIGHTS, found_here

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ...cluster.config import Model
+from ...cluster.config.config import Model
 from ...cluster.errors import ModelBusy, ModelLoadError, ModelNotFound, NoRoom, SatchelError
 from ..protocol.clients import GIVE_ROOM_S
 from ..protocol.pool_messages import LOADED, LOADING, UNLOADED, UNLOADING, WAITING, PooledModel

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...cluster.config import Config
-from ...cluster.timing import Timing
+from ...cluster.config.config import Config
+from ...cluster.config.timing import Timing
 from ..rpc.client import ActorRef, Call
 from ..rpc.local import LocalAddress, NearActor
 from ..rpc.spec import Client, method

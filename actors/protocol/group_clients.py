@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...cluster.timing import Timing
+from ...cluster.config.timing import Timing
 from ..rpc.client import ActorRef
 from ..rpc.spec import Client, method
 from .group_messages import FoundPart, PlannedModel, ReadPart, StageAddress, StageState

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...cluster.config import Model, adapters_refusal, aliases_refusal, name_refusal, parse_model
+from ...cluster.config.config import Model, adapters_refusal, aliases_refusal, name_refusal, parse_model
+from ...cluster.config.stages import Stage
 from ...cluster.errors import InvalidRequest, ModelNotFound
-from ...cluster.stages import Stage
 from . import control_store
 from .router_messages import NodeEntry
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
 
-from ...cluster.timing import Timing
+from ...cluster.config.timing import Timing
 from .clients import RouterClient
 from .router_messages import ReplicaReport, StoreReport
 

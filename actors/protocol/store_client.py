@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...cluster.timing import Timing
+from ...cluster.config.timing import Timing
 from ..rpc.client import ActorRef
 from ..rpc.spec import Client, method
 from .entries import Failure, SegmentRecord

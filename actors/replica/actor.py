@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING
 import ray
 from ray.exceptions import RayError
 
-from ...cluster.config import Logs, Model, Scheduling, Traces
+from ...cluster.config.config import Logs, Model, Scheduling, Traces
+from ...cluster.config.nodes import Node
+from ...cluster.config.stages import GroupPlan
+from ...cluster.config.timing import Timing
 from ...cluster.errors import (
     ComputesOtherwise,
     GenerationFailed,
@@ -30,10 +33,7 @@ from ...cluster.errors import (
     SatchelError,
     Unavailable,
 )
-from ...cluster.nodes import Node
-from ...cluster.stages import GroupPlan
 from ...cluster.telemetry.process import begin_telemetry
-from ...cluster.timing import Timing
 from ..model_files.source import COMPONENTS, found_here, resolve
 from ..protocol import registry
 from ..protocol.clients import ReplicaClient
@@ -63,8 +63,8 @@ from .images.progress import ImageProgress, queue_image
 from .loop.consumers import Consumers
 
 if TYPE_CHECKING:
-    from .execution.grammar import SequenceGrammar
-    from .execution.language_inputs import ImageEmbeddings
+    from .execution.media.language_inputs import ImageEmbeddings
+    from .execution.sampling.grammar import SequenceGrammar
     from .images.engine import ImageEngine
     from .loop.engine import Engine
     from .memory.disk_tier import DiskTier

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from ...cluster.config import Model
+from ...cluster.config.config import Model
 from ...cluster.errors import ModelLoadError
 from ..model_files.weights import WeightFile, bytes_in_memory, read_weight_files
 from ..protocol.replica_messages import AdapterInfo, ModelInfo, ReplicaStats, StageInfo

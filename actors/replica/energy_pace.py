@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...cluster.energy import spent
+from ...cluster.devices.energy import spent
 
 DECODED_LEAST, PREFILLED_LEAST = 8, 256
 """Tokens between two readings; with fewer of them the reading says little of each."""

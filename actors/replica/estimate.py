@@ -15,16 +15,16 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ...cluster.config import Scheduling
+from ...cluster.config.config import Scheduling
 from ...cluster.errors import ModelLoadError
 from ..model_files.context import context_length
 from ..model_files.conversion import RECIPES, lazy_model, recipe_bytes
 from ..model_files.foreign_code import refuse_model_file
 from ..model_files.image_folders import has_image_layout, read_component_files
-from ..model_files.processors import sees
+from ..model_files.media.processors import sees
 from ..model_files.source import first_sentence, read_json
 from ..model_files.weights import bytes_in_memory, read_weight_files
-from .execution.vision import LanguagePart
+from .execution.media.vision import LanguagePart
 from .kernels.sealing import POLICIES
 from .kv.caches import ModelCacheSpec, read_spec
 from .loading.kv_choice import AUTO, USUAL

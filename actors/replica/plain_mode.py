@@ -21,10 +21,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...cluster.errors import SatchelError
 from ..model_files.source import first_sentence
 from .device.device import as_numpy
-from .execution.agreement import MODEL_ERRORS
 from .execution.loaded_model import LoadedModel
-from .execution.pieces import Pieces
 from .loop.engine import Engine
+from .proving.agreement import MODEL_ERRORS
+from .proving.pieces import Pieces
 from .selftest.forced_sequences import Logits, difference, not_finite, rounding
 
 logger = logging.getLogger(__name__)

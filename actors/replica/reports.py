@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ...cluster.energy import EnergyMeter
-from ...cluster.timing import Timing
+from ...cluster.config.timing import Timing
+from ...cluster.devices.energy import EnergyMeter
 from ..protocol.reporter import Reporter, tell_router
 from ..protocol.router_messages import ReplicaReport
 from .energy_pace import EnergyReading

@@ -11,14 +11,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from ...cluster.config import Model, Scheduling
-from ...cluster.energy import node_meter
+from ...cluster.config.config import Model, Scheduling
+from ...cluster.config.nodes import Node
+from ...cluster.config.timing import Timing
+from ...cluster.devices.energy import node_meter
 from ...cluster.environment import default_home
 from ...cluster.errors import ModelLoadError, SatchelError
 from ...cluster.incidents import note_incident, note_incident_aside
-from ...cluster.nodes import Node
 from ...cluster.processes import keep_from_collection
-from ...cluster.timing import Timing
 from ..protocol import registry
 from ..protocol.replica_messages import SequenceUpdate
 from ..supervision.stall import limit_s

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...cluster.config import Logs, Traces
-from ...cluster.stages import GroupPlan
+from ...cluster.config.config import Logs, Traces
+from ...cluster.config.stages import GroupPlan
 from ..model_files.image_folders import has_image_layout
 from .group.serving import GroupServing
 from .images.serving import ImageServing

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from ...cluster.config import Config
+from ...cluster.config.config import Config
 from ...cluster.environment import default_home
 from ...cluster.errors import NoReplica
 from ...cluster.incidents import note_incident_aside

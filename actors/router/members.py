@@ -11,7 +11,7 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...cluster.timing import USUAL, Timing
+from ...cluster.config.timing import USUAL, Timing
 from ..protocol.router_messages import ReplicaReport, RouteRequest, StoreReport, prefill_sequence
 from .columns import Columns
 from .directory import Directory, Disk, Seat

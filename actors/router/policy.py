@@ -44,8 +44,8 @@ from math import inf
 
 import numpy as np
 
-from ...cluster.timing import USUAL, Timing
-from ..model_files.model_identity import adapted_id
+from ...cluster.config.timing import USUAL, Timing
+from ..model_files.identity.model_identity import adapted_id
 from ..protocol.block_ids import BLOCK_TOKENS
 from ..protocol.router_messages import Chain, Decision, RouteRequest, prefill_sequence
 from .columns import Columns

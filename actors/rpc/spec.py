@@ -17,8 +17,8 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_type_hints, overload
 
+from ...cluster.config.timing import Timing
 from ...cluster.telemetry.context import carried
-from ...cluster.timing import Timing
 from .client import ActorRef, Call
 from .codec import encode_call, reader, unpack, unpack_call
 

@@ -36,6 +36,7 @@ from ...actors.protocol.store_messages import (
     Moved,
     parent_at,
 )
+from ...cluster.config.timing import USUAL, Timing
 from ...cluster.detached import DetachedTasks
 from ...cluster.errors import (
     AgentBusy,
@@ -46,7 +47,6 @@ from ...cluster.errors import (
     SatchelError,
     Unavailable,
 )
-from ...cluster.timing import USUAL, Timing
 from ..requests.history import History, Message
 from ..requests.remembered import FORGOTTEN, FULL, NO_ROOM, OVER_QUOTA, UNANSWERED, Remembered
 from ..requests.requests import Past

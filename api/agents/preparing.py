@@ -19,7 +19,7 @@ from typing import cast
 from ...actors.protocol.block_ids import BLOCK_TOKENS
 from ...actors.protocol.replica_messages import GenerateRequest, KVSelection, Sampling
 from ...actors.protocol.store_messages import BranchKV
-from ...cluster.config import Config
+from ...cluster.config.config import Config
 from ...cluster.errors import SatchelError
 from ..requests.backend import Backend, Generation
 from ..requests.history import Message

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic import Field
 
-from ...cluster.config import Endpoint
+from ...cluster.config.config import Endpoint
 from ...cluster.errors import InvalidRequest, QueueFull, quoted
 from ..http.adding import JSON, add_route
 from ..http.exchange import BodyReader

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from fastapi import Request, Response
 
 from ...actors.protocol.replica_messages import IDLE_PRIORITY
-from ...cluster.config import Config
+from ...cluster.config.config import Config
 from ...cluster.detached import background
 from ...cluster.errors import GenerationFailed, HomeInUse, KeyRefused, SatchelError
 from ...cluster.home import Home, HomeLock

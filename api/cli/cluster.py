@@ -8,7 +8,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from ...cluster.config import load_config
+from ...cluster.config.config import load_config
 from ...cluster.errors import ClusterError, ConfigError
 from ...cluster.home import Home
 from .models.choosing import Choice, ContextOption, KVOption, ServedNameOption, WhatArgument

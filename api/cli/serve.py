@@ -24,9 +24,9 @@ from ...actors.model_files.source import found_here
 from ...cluster.bring_up.launch import Launcher, unresolved
 from ...cluster.bring_up.ports import check_endpoint, check_port_free
 from ...cluster.bring_up.runtime import LocalCluster
-from ...cluster.cards import found_cards
-from ...cluster.config import Config, Endpoint
-from ...cluster.devices import with_devices
+from ...cluster.config.config import Config, Endpoint
+from ...cluster.devices.cards import found_cards
+from ...cluster.devices.devices import with_devices
 from ...cluster.errors import ClusterError, HomeInUse, SatchelError
 from ...cluster.home import Home, prepare_home, write_private
 from ...cluster.keys import owner_key, write_owner_key

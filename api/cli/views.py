@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.text import Text
 
-from ...cluster.config import Config
+from ...cluster.config.config import Config
 from ...cluster.errors import ConfigError, NotRunning, SatchelError
 from ...cluster.home import Home
 from .endpoint import FoundEndpoint, find_endpoint

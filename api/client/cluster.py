@@ -25,11 +25,11 @@ from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.replica_messages import ModelInfo
 from ...actors.start import Report, find_replicas, infos_of, load_model, unload_model
-from ...cluster.config import Config, Model, parse_model
+from ...cluster.config.config import Config, Model, parse_model
+from ...cluster.config.timing import USUAL
 from ...cluster.environment import default_home
 from ...cluster.errors import InvalidRequest, NoAnswer, NoReplica, NotRunning
 from ...cluster.keys import OWNER
-from ...cluster.timing import USUAL
 from ..agents.memory import AgentMemory
 from ..agents.satchel_files import check_new, opened_satchel, write_new
 from ..agents.satchels import packed, unpacked

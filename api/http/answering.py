@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 
-from ...cluster.config import Config
+from ...cluster.config.config import Config
 from ...cluster.errors import InvalidRequest, Unavailable
 from ..pipeline.generation import Generator
 from ..pipeline.streams import Answer, TextStream, collect_all

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...cluster.config import Endpoint
+from ...cluster.config.config import Endpoint
 from ...cluster.errors import NotAllowed, SatchelError, UnsupportedMediaType
 from .error_shapes import error_response
 

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...cluster.config import Config
+from ...cluster.config.config import Config
 from ...cluster.errors import (
     InvalidRequest,
     RequestTooLarge,

@@ -19,8 +19,8 @@ from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 
-from ...actors.model_files.audio_processor import AudioProcessor
-from ...cluster.config import Media
+from ...actors.model_files.media.audio_processor import AudioProcessor
+from ...cluster.config.config import Media
 from ...cluster.errors import InvalidRequest, SatchelError, Unavailable, quoted
 from .audio import FORMATS, AudioLimits, decode_audio, longest
 from .files import Unreadable, data_url, read_file

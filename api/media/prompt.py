@@ -18,9 +18,9 @@ from typing import Any
 from cachetools import LRUCache
 from PIL import Image
 
-from ...actors.model_files.audio_processor import AudioProcessor
-from ...actors.model_files.media_layouts import MediaLayout, SpanLayout
-from ...actors.model_files.processors import PictureProcessor
+from ...actors.model_files.media.audio_processor import AudioProcessor
+from ...actors.model_files.media.media_layouts import MediaLayout, SpanLayout
+from ...actors.model_files.media.processors import PictureProcessor
 from ...actors.protocol.media_ids import media_key, media_tokens
 from ...actors.protocol.replica_messages import MediaSpan
 from ...cluster.errors import InvalidRequest

@@ -19,7 +19,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 
 import httpx
 
-from ...cluster.config import Media
+from ...cluster.config.config import Media
 
 Address = IPv4Address | IPv6Address
 _PORTS = {"http": 80, "https": 443}

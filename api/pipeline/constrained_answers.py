@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...actors.model_files.grammar_compiler import GrammarCompiler, follows_schema
+from ...actors.model_files.text.grammar_compiler import GrammarCompiler, follows_schema
 from ...cluster.errors import InvalidRequest, quoted
 from ..requests.conversation import with_arguments
 from ..requests.history import answer_message

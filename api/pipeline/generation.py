@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ...actors.protocol.replica_messages import GenerateRequest
-from ...cluster.config import Config
+from ...cluster.config.config import Config
 from ...cluster.errors import (
     DeadlineExceeded,
     InvalidRequest,

@@ -19,9 +19,9 @@ from cachetools import FIFOCache
 
 from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.replica_messages import GenerateRequest, MediaSpan, SequenceUpdate
+from ...cluster.config.timing import Timing
 from ...cluster.detached import detached
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaDied, ReplicaLost, SatchelError
-from ...cluster.timing import Timing
 
 logger = logging.getLogger(__name__)
 

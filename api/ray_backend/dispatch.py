@@ -25,8 +25,9 @@ from ...actors.protocol.replica_messages import (
 )
 from ...actors.protocol.router_messages import Decisions, NodeReport
 from ...actors.start import forget_node
-from ...cluster.available_memory import node_available_bytes
-from ...cluster.config import Config
+from ...cluster.config.config import Config
+from ...cluster.config.timing import USUAL
+from ...cluster.devices.available_memory import node_available_bytes
 from ...cluster.environment import default_home
 from ...cluster.errors import (
     InvalidRequest,
@@ -35,7 +36,6 @@ from ...cluster.errors import (
     NoReplica,
     SatchelError,
 )
-from ...cluster.timing import USUAL
 from ...cluster.trust.members import remove as remove_members
 from ..requests.backend import ImageAnswer, ListedModel, NodeState, ServedModel, Vectors
 from ..requests.loading import Loading

@@ -12,9 +12,9 @@ from ...actors.kv_store.replication.peers import secondary_nodes
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.store_client import StoreClient
 from ...actors.start import drain
+from ...cluster.config.nodes import Node
+from ...cluster.config.timing import Timing
 from ...cluster.errors import NoAnswer, SatchelError
-from ...cluster.nodes import Node
-from ...cluster.timing import Timing
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from ...actors.protocol.clients import RouterClient
 from ...actors.protocol.router_messages import AgentPlace
 from ...actors.protocol.store_client import StoreClient
 from ...actors.rpc.client import Call
-from ...cluster.config import Config
+from ...cluster.config.config import Config
+from ...cluster.config.nodes import Node
+from ...cluster.config.timing import Timing
 from ...cluster.detached import detached
 from ...cluster.errors import ActorSilent, NoAnswer, SatchelError, Unavailable
-from ...cluster.nodes import Node
-from ...cluster.timing import Timing
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from ...actors.protocol.clients import PoolClient
 from ...actors.protocol.pool_messages import UNLOADING, PooledModel
+from ...cluster.config.timing import Timing
 from ...cluster.errors import InvalidRequest, Unavailable
-from ...cluster.timing import Timing
 from ..requests.loading import Loading
 from .served import ServedModels
 

@@ -12,7 +12,7 @@ from ...actors.protocol.media_ids import embeddings_needed
 from ...actors.protocol.replica_messages import GenerateRequest, ModelInfo
 from ...actors.protocol.router_messages import Chain, Decision, RouteRequest, SequenceLeft
 from ...actors.rpc.client import Call
-from ...cluster.config import Config
+from ...cluster.config.config import Config
 from ...cluster.detached import DetachedTasks
 from ...cluster.errors import NoAnswer, NoReplica
 from ..requests.loading import Loading

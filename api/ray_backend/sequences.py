@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...actors.model_files.model_identity import adapted_id
+from ...actors.model_files.identity.model_identity import adapted_id
 from ...actors.protocol.block_ids import block_ids, root_id
 from ...actors.protocol.replica_messages import GenerateRequest, SequenceUpdate
 from ...actors.protocol.router_messages import Decision, SequenceLeft

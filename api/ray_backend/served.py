@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ...actors.model_files.adapter_infos import with_adapter
+from ...actors.model_files.identity.adapter_infos import with_adapter
 from ...actors.protocol import registry
 from ...actors.protocol.registry import ServedEntry
 from ...actors.protocol.replica_messages import ModelInfo
+from ...cluster.config.timing import Timing
 from ...cluster.detached import detached
 from ...cluster.errors import NoReplica
-from ...cluster.timing import Timing
 from ..requests.backend import ServedModel
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ...actors.model_files.layer_ranges import LayerRange, identity_of, ids_of_all
-from ...actors.model_files.model_identity import ModelIdentity, adapted_id
+from ...actors.model_files.identity.layer_ranges import LayerRange, identity_of, ids_of_all
+from ...actors.model_files.identity.model_identity import ModelIdentity, adapted_id
 from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.replica_messages import ModelInfo
@@ -30,6 +30,7 @@ from ...actors.protocol.store_messages import (
 from ...actors.rpc.client import Call
 from ...actors.rpc.spec import Method
 from ...actors.start import find_replicas
+from ...cluster.config.timing import Timing
 from ...cluster.detached import DetachedTasks
 from ...cluster.errors import (
     AgentElsewhere,
@@ -41,7 +42,6 @@ from ...cluster.errors import (
     Unavailable,
     quoted,
 )
-from ...cluster.timing import Timing
 from .locator import AgentLocator, Question
 
 logger = logging.getLogger(__name__)

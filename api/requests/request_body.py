@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from ...cluster.config import Endpoint
+from ...cluster.config.config import Endpoint
 from ...cluster.errors import InvalidRequest
 from ..text.json_slices import DEPTH_MAX, TooDeep, TooManyValues, check_values, parse
 from ..text.lone_surrogates import not_characters

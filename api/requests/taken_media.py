@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ...actors.model_files.processors import PictureProcessor
+from ...actors.model_files.media.processors import PictureProcessor
 from ..media.prompt import is_refused
 from ..media.sources import AudioSource
 from ..text.model import TextModel

@@ -13,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...actors.model_files.end_tokens import read_end_tokens
 from ...actors.model_files.foreign_code import own_code_only
-from ...actors.model_files.nulls import without_nulls
-from ...actors.model_files.processors import PictureProcessor, in_words, sees
+from ...actors.model_files.media.processors import PictureProcessor, in_words, sees
 from ...actors.model_files.source import first_sentence
+from ...actors.model_files.text.end_tokens import read_end_tokens
+from ...actors.model_files.text.nulls import without_nulls
 from ...actors.protocol.media_ids import is_media_token
 from ...actors.protocol.replica_messages import ThinkingBudget
 from ...cluster.errors import ModelLoadError

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from ...actors.model_files.byte_level import mend_decoder
-from ...actors.model_files.infill import infill_marks
+from ...actors.model_files.text.byte_level import mend_decoder
+from ...actors.model_files.text.infill import infill_marks
 from ...actors.patches import inner_tokenizer
 from ...cluster.errors import InvalidRequest
 from ..tools.formats import harmony

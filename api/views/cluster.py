@@ -9,8 +9,8 @@ from typing import Any
 
 from ...actors.protocol.replica_messages import ReplicaProgress
 from ...actors.protocol.router_messages import NodeEntry, NodeReport
+from ...cluster.config.nodes import Node
 from ...cluster.errors import SatchelError
-from ...cluster.nodes import Node
 from ..agents.store import Store
 from ..requests.backend import Backend, NodeState, ReplicaStats
 from .agents import agent_id_of

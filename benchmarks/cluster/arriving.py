@@ -20,7 +20,7 @@ from satchel.actors.protocol.router_messages import ReplicaReport, RouteRequest,
 from satchel.actors.router.policy import Policy
 from satchel.cluster.home import Home
 from satchel.cluster.keys import OWNER, create_key
-from tests.system import hosts
+from tests.system.hosts import hosts
 
 from ..parts import Budget, ResultTable, Say, median
 from .server import ClusterClient, ClusterStream, serving, wait_for

@@ -12,7 +12,7 @@ from typing import Any
 
 from satchel.actors.kv_store.transfer.priority import give_way
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from tests.system import hosts
+from tests.system.hosts import hosts
 
 from ..parts import Budget, ResultTable, Say, median
 from ..programs import program

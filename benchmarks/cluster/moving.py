@@ -15,7 +15,7 @@ from typing import Any
 from satchel.actors.kv_store.transfer.block_client import BlockPuller
 from satchel.actors.kv_store.transfer.pull_loop import Stop, Wanted
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from tests.system import hosts
+from tests.system.hosts import hosts
 
 from ..parts import Budget, ResultTable, Say, median
 from ..programs import program

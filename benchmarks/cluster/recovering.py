@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from satchel.cluster.bring_up.ports import free_port
-from tests.system import hosts
+from tests.system.hosts import hosts
 
 from ..parts import Budget, ResultTable, Say, median
 from ..programs import ROOT

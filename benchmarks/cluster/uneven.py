@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from satchel.actors.model_files.source import EMBEDDED
 from satchel.cluster.home import Home
 from satchel.cluster.keys import OWNER, create_key
-from tests.system import hosts
+from tests.system.hosts import hosts
 from tests.worlds.models.families import write_model
 
 from ..parts import Budget, ResultTable, Say, median

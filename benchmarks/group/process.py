@@ -27,7 +27,7 @@ from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.group.pipeline import PipelinedStage
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
-from satchel.cluster.config import Scheduling
+from satchel.cluster.config.config import Scheduling
 
 from ..cluster.worker import answer
 

@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from tests.system import hosts
+from tests.system.hosts import hosts
 
 from .. import kept, machine, parts
 from ..parts import Budget, ResultTable, median

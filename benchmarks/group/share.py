@@ -24,8 +24,8 @@ from satchel.actors.replica.group.tensor.model import SharePart
 from satchel.actors.replica.group.tensor.ranks import Ranks
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
-from satchel.cluster.config import Scheduling
-from satchel.cluster.stages import Split
+from satchel.cluster.config.config import Scheduling
+from satchel.cluster.config.stages import Split
 
 from ..cluster.worker import answer
 from .process import GROUP, KEY, Call, Follower, Process

@@ -10,9 +10,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 from tokenizers import Tokenizer
 
-from satchel.actors.replica.execution.divergence import Scores, compare
 from satchel.actors.replica.kernels.sealing import FULL_PRECISION, POLICIES
 from satchel.actors.replica.loading import models
+from satchel.actors.replica.proving.divergence import Scores, compare
 from satchel.actors.replica.selftest.probe import caches_of, row_of, scored_spans, spec_of
 from training.recall import data
 

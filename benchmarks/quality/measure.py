@@ -14,12 +14,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
 from satchel.actors.replica.device.device import on_gpu
-from satchel.actors.replica.execution.agreement import MODEL_ERRORS
-from satchel.actors.replica.execution.divergence import NewCaches, Scores, compare
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kernels.sealing import FULL_PRECISION, POLICIES
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.kv_choice import encoded
+from satchel.actors.replica.proving.agreement import MODEL_ERRORS
+from satchel.actors.replica.proving.divergence import NewCaches, Scores, compare
 from satchel.actors.replica.selftest.probe import caches_of, right_answers, spec_of
 from satchel.actors.replica.selftest.probe_texts import Texts, load_tokenizer
 

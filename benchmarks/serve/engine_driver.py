@@ -18,7 +18,7 @@ from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.replica_messages import GenerateRequest, Sampling, SequenceUpdate
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
-from satchel.cluster.config import Scheduling
+from satchel.cluster.config.config import Scheduling
 from satchel.cluster.errors import SatchelError
 
 from .peak import with_peak

@@ -21,16 +21,16 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from ..available_memory import available_bytes
-from ..cards import card_of, found_cards
-from ..config import Config, Endpoint, Model
+from ..config.config import Config, Endpoint, Model
+from ..config.nodes import Node
 from ..connection import find_cluster
-from ..devices import with_devices
+from ..devices.available_memory import available_bytes
+from ..devices.cards import card_of, found_cards
+from ..devices.devices import with_devices
 from ..environment import is_macos, short_temporary_root
 from ..errors import ClusterError, ConfigError, KeysDamaged, NotRunning, PortInUse
 from ..home import Home
 from ..incidents import Incident, incidents
-from ..nodes import Node
 from ..trust.endpoint_certificate import check_certificate
 from ..trust.invitations import remembered
 from . import mac

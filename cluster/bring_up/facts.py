@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from packaging.requirements import Requirement
 
-from ..available_memory import available_bytes
+from ..devices.available_memory import available_bytes
 from ..environment import is_macos
 from ..home import Home
 from . import mac

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from .. import environment
+from ..config.nodes import Node
 from ..errors import ClusterError
 from ..home import Home
-from ..nodes import Node
 from ..trust.invitations import Invitation
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
+from ..config.nodes import Node
 from ..environment import is_macos
-from ..nodes import Node
 from .check import Check
 
 _GIB, _MIB = 2**30, 2**20

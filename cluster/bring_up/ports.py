@@ -7,7 +7,7 @@ import ipaddress
 import socket
 from datetime import UTC, datetime
 
-from ..config import Endpoint
+from ..config.config import Endpoint
 from ..errors import ClusterError, PortInUse
 from ..home import Home
 from ..keys import Key, read_keys

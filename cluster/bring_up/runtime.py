@@ -22,15 +22,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from .. import environment
-from ..cards import card_of, found_cards
-from ..config import Config, Timeouts
+from ..config.config import Config, Timeouts
+from ..config.nodes import Node
+from ..config.timing import USUAL
 from ..connection import NAMESPACE, ClusterRecord, connect_ray, satchel_version, versions
+from ..devices.cards import card_of, found_cards
 from ..errors import ClusterError, NotRunning
 from ..home import Home, HomeLock, ensure_token, prepare_home, read_json, write_private_json
 from ..incidents import Kind, note_incident_aside
-from ..nodes import Node
 from ..processes import ProcessMark, UnixSession, end_session, raise_open_files
-from ..timing import USUAL
 from ..trust.admission import Admission
 from ..trust.join_server import JoinServer, known_join_server
 from ..trust.takeover_state import TakeoverState

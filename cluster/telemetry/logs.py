@@ -15,7 +15,7 @@ import time
 from logging.handlers import MemoryHandler
 from typing import Any
 
-from ..config import Logs
+from ..config.config import Logs
 from ..home import Home
 from .context import request_id, span
 from .log_file import LogFile, remove_old

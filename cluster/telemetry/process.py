@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pydantic import ValidationError
 
-from ..config import Config, Logs, Traces
+from ..config.config import Config, Logs, Traces
 from ..environment import default_home, trace_collector
 from ..errors import ConfigError
 from .context import TRACING

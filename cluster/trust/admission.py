@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..config.nodes import Node, host_port
 from ..connection import versions
 from ..errors import ClusterError, NodeRemoved, NotRunning
 from ..home import Home, read_json, write_private
-from ..nodes import Node, host_port
 from .certificates import fingerprint, keep, request
 from .invitations import Invitation, remember
 from .members import Member, members

@@ -34,9 +34,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from ..config.nodes import Node
 from ..errors import ClusterError
 from ..home import Home, write_private
-from ..nodes import Node
 
 _VALID = timedelta(days=3650)
 _CLOCKS = timedelta(days=1)

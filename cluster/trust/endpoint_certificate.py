@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from ..config import Tls
+from ..config.config import Tls
 from ..errors import ClusterError, NotRunning
 
 DAYS_MIN = 30

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..config.nodes import Node
 from ..home import Home, read_json, write_private, write_private_json
-from ..nodes import Node
 from .certificates import own_fingerprint
 
 LIFE_S = 3600.0

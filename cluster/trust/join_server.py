@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..config.nodes import Node, host_port
 from ..errors import ClusterError, PortInUse
 from ..home import Home, read_json, write_private_json
-from ..nodes import Node, host_port
 from .certificates import Authority, fingerprint, keep, request, requested_fingerprint
 from .invitations import find_invitation, use_up
 from .members import Member, admit, members

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from ..config import Tls
+from ..config.config import Tls
 from ..environment import is_macos
 from ..errors import ClusterError, ConfigError
 from ..home import Home, prepare_home, write_private

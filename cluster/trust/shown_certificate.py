@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ..config import Tls
+from ..config.config import Tls
 from ..errors import ClusterError
 from ..home import Home, write_private
 from ..incidents import note_incident

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import Config
+from ..config.config import Config
+from ..config.nodes import host_port
 from ..home import Home, write_private
-from ..nodes import host_port
 from .certificates import trusted_authorities
 from .invitations import Membership
 from .members import Members, members

@@ -13,7 +13,7 @@ from satchel.api.app import create_app
 from satchel.api.http.server import HttpServer
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Config, parse_config
+from satchel.cluster.config.config import Config, parse_config
 from tests.worlds.api.fake_backend import CONTEXT_TOKENS, Chat, FakeBackend, tiny_backend
 from tests.worlds.api.served_models import served_model
 from tests.worlds.models.tiny_tokenizers import write_sentencepiece, write_tokenizer

@@ -10,9 +10,9 @@ from ray.serve.exceptions import RayServeException
 
 from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api import serve
-from satchel.cluster.config import Config
+from satchel.cluster.config.config import Config
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import ActorSilent, ClusterError, ModelLoadError, NoAnswer
-from satchel.cluster.timing import USUAL
 
 
 def test_nothing_is_started_beside_another_application_of_ray_serve(monkeypatch: pytest.MonkeyPatch, config: Config):

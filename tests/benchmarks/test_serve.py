@@ -20,9 +20,9 @@ from benchmarks.serve.prompts import WORDS_FILE, Prompts
 from benchmarks.serve.protocol import Agents, StreamedTimes, Trace, from_line, to_line
 from benchmarks.serve.run import TargetSession
 from benchmarks.serve.targets import SERVERS, RunFolder, outside_engine_s
-from satchel.cluster.cards import Card
-from satchel.cluster.config import load_config
-from satchel.cluster.devices import with_devices
+from satchel.cluster.config.config import load_config
+from satchel.cluster.devices.cards import Card
+from satchel.cluster.devices.devices import with_devices
 from tests.worlds.fake_cards import fake_nvidia_smi
 
 _TARGETS = {

@@ -20,7 +20,7 @@ from PIL import Image
 from benchmarks import parts as tables
 from benchmarks.serve import targets
 from benchmarks.vision import folders, media, parts, peers, run, scenery, servers, shapes, turns
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
 
 
 class FakeEyes:

@@ -21,11 +21,11 @@ from satchel.cluster.bring_up.doctor import (
     examine,
 )
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Config, default_config, parse_config
+from satchel.cluster.config.config import Config, default_config, parse_config
+from satchel.cluster.config.nodes import Node
 from satchel.cluster.connection import satchel_version
 from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import create_key, revoke_key
-from satchel.cluster.nodes import Node
 from satchel.cluster.trust.invitations import Invitation, remember
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -15,7 +15,7 @@ from satchel.cluster import audit as audit_module
 from satchel.cluster import keys as keys_module
 from satchel.cluster.audit import Audit
 from satchel.cluster.bring_up.ports import check_endpoint
-from satchel.cluster.config import Endpoint
+from satchel.cluster.config.config import Endpoint
 from satchel.cluster.errors import ClusterError, ConfigError, KeysDamaged
 from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import KeyLimits, KeyRing, create_key, owner_key, read_keys, revoke_key, write_owner_key

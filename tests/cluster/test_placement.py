@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from satchel.cluster.config import Model
+from satchel.cluster.config.config import Model
 from satchel.cluster.errors import InvalidRequest
 from satchel.cluster.placement import place
 

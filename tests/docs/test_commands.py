@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import load_config
+from satchel.cluster.config.config import load_config
 from tests.system.serving import COMMAND, serving
 from tests.worlds.api.recordings import talk, write
 
@@ -30,7 +30,7 @@ NOT_HERE = {
     r"git clone": "a test has no address to clone from",
     r"(claude|codex|qwen|opencode) .*Please read": "agent programs of npm; `make test-clients` runs them",
     r"satchel keys create me|satchel up configs/three-macs": "real machines",
-    r"satchel (invite|join|leave|nodes|promote)\b": "several machines; tests/system/test_members.py runs them",
+    r"satchel (invite|join|leave|nodes|promote)\b": "several machines; tests/system/hosts/test_members.py runs them",
     r"https://studio\.lan|SSL_CERT_FILE": "a name of the reader's own network; tests/system/test_tls.py speaks HTTPS",
     r"\.ci/run": "all tests",
     r"satchel (run|serve|fit|pull) mlx-community": "models on the Hub; tests/api/cli/models/test_pull.py has a Hub",

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from docs import reference
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
 
 from .pages import PAGES, ROOT, anchors, blocks, links
 

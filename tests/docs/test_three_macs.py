@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.hosts import Host, hosts, missing
+from tests.system.hosts.hosts import Host, hosts, missing
 
 from .pages import Block, blocks, commands
 

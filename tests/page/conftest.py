@@ -20,7 +20,7 @@ import pytest
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import create_key
-from tests.system.hosts import wait_until
+from tests.system.hosts.hosts import wait_until
 from tests.system.serving import RECALL, serving
 
 VENV = Path(__file__).parents[2] / "build" / "page" / "venv"

@@ -18,7 +18,7 @@ from satchel.api.cli.tables import size
 from satchel.cluster.connection import find_cluster
 from satchel.cluster.home import Home
 from satchel.cluster.processes import session_members
-from tests.system.hosts import named
+from tests.system.hosts.hosts import named
 from tests.system.serving import COMMAND
 from tests.worlds.api import figures
 

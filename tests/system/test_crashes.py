@@ -29,7 +29,7 @@ from satchel.actors.kv_store.disk.segments import write_segment
 from satchel.actors.kv_store.services import disk as disk_tier
 from satchel.actors.protocol.entries import Entry
 from satchel.actors.protocol.store_messages import Commit, Content
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
 from satchel.cluster.errors import HomeInUse
 from tests.worlds.kv_store.kv_files import MODEL, ROOT, chain, payload, same, tail
 from tests.worlds.kv_store.lone_store import LoneStore

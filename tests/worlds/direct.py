@@ -10,8 +10,8 @@ from typing import Any
 from satchel.actors.protocol.replica_messages import ModelInfo
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.rpc.codec import encode, encode_error
+from satchel.cluster.config.timing import USUAL, Timing
 from satchel.cluster.errors import SatchelError
-from satchel.cluster.timing import USUAL, Timing
 
 
 class Direct:

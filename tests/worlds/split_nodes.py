@@ -31,10 +31,10 @@ from satchel.actors.replica.memory.disk_tier import DiskTier, WriteJob
 from satchel.actors.rpc import client as calls
 from satchel.api.ray_backend import connection, dispatch, routing
 from satchel.api.ray_backend.sequences import RayGeneration
-from satchel.cluster.config import Scheduling, parse_config
+from satchel.cluster.config.config import Scheduling, parse_config
+from satchel.cluster.config.nodes import Node
+from satchel.cluster.config.timing import Timing
 from satchel.cluster.errors import Unavailable
-from satchel.cluster.nodes import Node
-from satchel.cluster.timing import Timing
 
 from .direct import carried
 from .kv_store import store_nodes

@@ -20,7 +20,7 @@ import mlx.core as mx
 from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.selftest.self_test import Proven, prove
-from satchel.cluster.config import Model, Scheduling
+from satchel.cluster.config.config import Model, Scheduling
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.replica.bench import Bench, Forced, Logits
 from tests.worlds.replica.bench_disk import Node, process, write_down

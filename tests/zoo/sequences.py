@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from satchel.actors.model_files.processors import PictureProcessor, with_all_tiles
+from satchel.actors.model_files.media.processors import PictureProcessor, with_all_tiles
 from satchel.actors.protocol.media_ids import picture_hash
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.actors.replica.execution.loaded_model import LoadedModel

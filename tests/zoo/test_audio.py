@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.model_files.media.processors import PictureProcessor
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.selftest.audio import fault_of_audio
 from tests.worlds.models.vision_families import write_model

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ....cluster.config.timing import USUAL
 from ....cluster.errors import CorruptSegment, DiskFull, InvalidRecord, StaleEpoch
-from ....cluster.timing import USUAL
 from ...protocol.entries import EntryRecord, Failure, SegmentRecord
 from .changes import SegmentPlacement
 from .folder import BAD_FILE

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from ....cluster.config.timing import Timing
 from ....cluster.errors import AgentNotFound, SatchelError, StaleEpoch, Unavailable
-from ....cluster.timing import Timing
 from ...protocol.store_messages import Limits, TakeSecondary
 from ..agents.roles import Memory, Role, RoleTable
 from .peers import Peers, secondary_nodes

@@ -12,8 +12,8 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from ....cluster.config.timing import Timing
 from ....cluster.errors import SatchelError
-from ....cluster.timing import Timing
 from ...protocol.store_messages import Standing
 from ..agents.roles import Role, RoleTable
 from .copies import LATE_TOGETHER, InOrder, Secondaries

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
+from ....cluster.config.timing import Timing
 from ....cluster.errors import NoAnswer
-from ....cluster.timing import Timing
 from ...protocol.clients import RouterClient
 from ...protocol.store_client import StoreClient
 

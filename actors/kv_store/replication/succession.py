@@ -12,8 +12,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from ....cluster.config.timing import Timing
 from ....cluster.errors import AgentNotFound, SatchelError
-from ....cluster.timing import Timing
 from ...protocol.store_messages import BranchMemory, Standing, TakeIn
 from ..agents.roles import NOWHERE, Memory, Place, Role, RoleTable, newest, outranks, tombstone_epoch
 from .copies import InOrder

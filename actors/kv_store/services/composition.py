@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import ParamSpec, TypeVar
 
-from ....cluster.config import Config
-from ....cluster.nodes import Node
+from ....cluster.config.config import Config
+from ....cluster.config.nodes import Node
 from ...protocol.store_messages import StoreStats
 from ..replication.copies import Secondaries
 from ..replication.orphans import Orphans

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ....cluster.config.timing import Timing
 from ....cluster.errors import SatchelError
-from ....cluster.timing import Timing
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import TOKEN_BYTES, Failure, Location, SegmentRecord, unpack_tokens
 from ...protocol.store_messages import DiskSession, FoundKV, FoundTail, Limits

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from dataclasses import replace
 
+from ....cluster.config.nodes import Node
 from ....cluster.errors import SatchelError, Unavailable
-from ....cluster.nodes import Node
 from ...protocol.store_messages import Content, Fetched, Head, PullKV
 from ..replication.peers import Peers
 from ..transfer.node_blocks import NodeBlocks

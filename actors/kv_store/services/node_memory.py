@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....cluster.config import Config
+from ....cluster.config.config import Config
+from ....cluster.config.timing import Timing
 from ....cluster.keys import OWNER
-from ....cluster.timing import Timing
 from ...protocol.block_ids import is_shared, root_id, scope_of
 from ..agents.agents import Agents
 from ..agents.branches import AgentLimits

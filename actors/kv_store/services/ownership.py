@@ -24,8 +24,8 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from ....cluster.config.timing import USUAL
 from ....cluster.errors import SatchelError, Unavailable
-from ....cluster.timing import USUAL
 from ...protocol.entries import EntryRecord, SegmentRecord, owner_tag
 from ..agents.agents import Agents
 from ..agents.claims import Branch, Census, Claims

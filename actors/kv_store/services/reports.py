@@ -6,8 +6,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ....cluster.available_memory import node_available_bytes
-from ....cluster.energy import node_meter
+from ....cluster.devices.available_memory import node_available_bytes
+from ....cluster.devices.energy import node_meter
 from ...protocol.reporter import Reporter
 from ...protocol.router_messages import StoreReport
 from ..agents.roles import Role, tombstone_epoch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ....cluster.config import Config
+from ....cluster.config.config import Config
 from ....cluster.errors import (
     AgentExists,
     AgentNotFound,

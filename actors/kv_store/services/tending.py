@@ -7,7 +7,7 @@ import logging
 import time
 from contextlib import suppress
 
-from ....cluster.timing import Timing
+from ....cluster.config.timing import Timing
 from ..replication.copies import Secondaries
 from ..replication.orphans import Orphans
 from ..replication.succession import Succession

@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ....cluster.config.timing import USUAL
 from ....cluster.errors import CorruptSegment, DiskError, LinkError, LinkVersion, PortInUse, SatchelError
-from ....cluster.timing import USUAL
 from ....cluster.trust.strangers import Strangers
 from ...protocol.entries import TOKEN_BYTES, Location, unpack_tokens
 from ..disk.segment_reader import CHANGED, EntryReader, opened

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from ....cluster.nodes import Node
-from ....cluster.timing import USUAL, Timing
+from ....cluster.config.nodes import Node
+from ....cluster.config.timing import USUAL, Timing
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids
 from ...protocol.entries import tail_id
 from ...protocol.media_ids import embeddings_parent, names_in

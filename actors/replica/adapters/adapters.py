@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...model_files.model_identity import adapter_digest
+from ...model_files.identity.model_identity import adapter_digest
 from .rows import Adapted
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import psutil
 
-from ....cluster.available_memory import available_bytes
+from ....cluster.devices.available_memory import available_bytes
 from ....cluster.environment import mlx_rounding
 from .device_errors import on_device
 

@@ -22,13 +22,13 @@ from ..kv import caches as kv_cache
 from ..kv.caches import PooledBlock, Record, Records, Slab
 from ..kv.sequence_view import SequenceView, Stacks
 from ..kv.unbatched import UnbatchedSequences
-from .compiled_step import CompiledStep
 from .drafts import padded_width
 from .followers import Followers, Parts, replayed
-from .language_inputs import SequencePart
 from .loaded_model import LoadedModel
+from .media.language_inputs import SequencePart
 from .micro_batches import TWO
 from .prefilling import Prefilling
+from .recorded.compiled_step import CompiledStep
 from .sequence_states import ExecutorSequence, MicroBatch, Stage, arriving
 
 CLEAR_EVERY_STEPS = 512

@@ -13,9 +13,9 @@ class DecodeWay:
     """How decode steps read sealed blocks.
 
     Attributes:
-        compiled: whether steps are recorded (`compiled_step.py`).
-        fused: whether recorded steps leave norms and rotations to the kernel (`deferral.py`).
-        summed: whether recorded steps compute residual sums and norms as one (`residual_sums.py`).
+        compiled: whether steps are recorded (`recorded/compiled_step.py`).
+        fused: whether recorded steps leave norms and rotations to the kernel (`recorded/deferral.py`).
+        summed: whether recorded steps compute residual sums and norms as one (`recorded/residual_sums.py`).
         drafts: whether recorded steps may have several tokens of a sequence.
         reason: why no faster way is used; empty if it is the fastest of this device, or was asked for.
     """

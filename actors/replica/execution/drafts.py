@@ -22,8 +22,8 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ..drafting.drafter import Drafter
 from ..drafting.pace import WIDTHS, DraftPace, Hope
 from ..kernels.decode_views import NEW_MOST, padded_count
-from .ready import Ready
-from .sampling import Draw
+from .sampling.ready import Ready
+from .sampling.sampling import Draw
 from .sequence_states import ExecutorSequence
 
 NO_DRAFT = Hope(0.0, 0)

@@ -32,11 +32,11 @@ from ..kv.unbatched import UnbatchedSequences
 from .batch import Batch
 from .drafts import Drafts, check
 from .followers import Followers
-from .grammar import MaskMaker, SequenceGrammar, SequenceMasks
 from .loaded_model import LoadedModel
 from .micro_batches import TWO, MicroBatchRule
-from .ready import Ready, read
-from .sampling import BatchSampler, Draw
+from .sampling.grammar import MaskMaker, SequenceGrammar, SequenceMasks
+from .sampling.ready import Ready, read
+from .sampling.sampling import BatchSampler, Draw
 from .sequence_states import ExecutorSequence, MicroBatch, Stage
 
 FORCED_MAX = 8

@@ -8,7 +8,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..kv.caches import Records, Slab
-from .language_inputs import ImageEmbeddings
+from .media.language_inputs import ImageEmbeddings
 
 T = TypeVar("T")
 P = ParamSpec("P")

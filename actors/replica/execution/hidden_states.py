@@ -20,9 +20,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..device.device import as_numpy, multiplies_exactly
 from ..kv.caches import ModelCacheSpec, read_spec
-from .agreement import MODEL_ERRORS, TOLERANCE, TOLERANCE_16, agree
-from .findings import NOWHERE, Findings
-from .pieces import IN_ONE_PIECE, Pieces
+from ..proving.agreement import MODEL_ERRORS, TOLERANCE, TOLERANCE_16, agree
+from ..proving.findings import NOWHERE, Findings
+from ..proving.pieces import IN_ONE_PIECE, Pieces
 
 DEPTH_MAX = 3
 """How deep in a model's modules the part is searched for."""

@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ...model_files.layer_ranges import LayerRange
-from ...model_files.model_identity import ModelIdentity, adapted_id
+from ...model_files.identity.layer_ranges import LayerRange
+from ...model_files.identity.model_identity import ModelIdentity, adapted_id
 from ...model_files.sentence_modules import SentenceModules
 from ...protocol.replica_messages import EmbeddingInfo, GenerateRequest
 from ..adapters.adapters import Adapters
@@ -19,11 +19,11 @@ from ..kernels.sealing import FULL_PRECISION
 from ..kv.caches import ModelCacheSpec, new_caches
 from ..kv.pool import BlockPool
 from .decode_way import DEQUANTIZED, DecodeWay
-from .deferral import Deferral
 from .hidden_states import HiddenStates
-from .language_inputs import LanguageInputs
-from .residual_sums import ResidualSums
-from .vision import Vision
+from .media.language_inputs import LanguageInputs
+from .media.vision import Vision
+from .recorded.deferral import Deferral
+from .recorded.residual_sums import ResidualSums
 
 IN_CONFIG = "set in the config"
 """The reason for a KV policy that the config names."""

@@ -12,11 +12,11 @@ from ..device.device import on_cuda, on_gpu
 from ..device.device_errors import on_device
 from ..kv import caches as kv_cache
 from ..kv.caches import PooledBlock, Slab
+from ..proving.pieces import IN_ONE_PIECE
 from .followers import Followers, ShownPictures, replayed
-from .language_inputs import ImageEmbeddings, SequencePart, SequencePictures
 from .loaded_model import LoadedModel
+from .media.language_inputs import ImageEmbeddings, SequencePart, SequencePictures
 from .padding import CALL_TOKENS, CALL_TOKENS_ELSEWHERE, batches_of, padded_tokens, pieces_of
-from .pieces import IN_ONE_PIECE
 from .sequence_states import ExecutorSequence, Together
 
 CLEAR_EVERY_TOKENS = 8192

@@ -12,9 +12,9 @@ from ..drafting.drafter import Drafter
 from ..kv import caches as kv_cache
 from ..kv.sequence_view import Stacks
 from ..kv.unbatched import UnbatchedSequences
-from .grammar import SequenceGrammar
-from .language_inputs import SequencePart, SequencePictures
-from .ready import Ready
+from .media.language_inputs import SequencePart, SequencePictures
+from .sampling.grammar import SequenceGrammar
+from .sampling.ready import Ready
 
 
 @dataclass

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ....cluster.config import Logs, Model, Scheduling, Traces
+from ....cluster.config.config import Logs, Model, Scheduling, Traces
+from ....cluster.config.nodes import Node
+from ....cluster.config.stages import Stage
+from ....cluster.config.timing import Timing
 from ....cluster.environment import cluster_key, default_home
 from ....cluster.errors import ModelLoadError, SatchelError, Unavailable
-from ....cluster.nodes import Node
-from ....cluster.stages import Stage
 from ....cluster.telemetry.process import begin_telemetry
-from ....cluster.timing import Timing
 from ...protocol.group_clients import StageClient
 from ...protocol.group_messages import FoundPart, ReadPart, StageAddress, StageState
 from ...rpc.shell import answers

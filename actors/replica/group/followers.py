@@ -11,12 +11,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from ....cluster.config import Logs, Model, Scheduling, Traces
+from ....cluster.config.config import Logs, Model, Scheduling, Traces
+from ....cluster.config.nodes import Node
+from ....cluster.config.stages import GroupPlan, Stage
+from ....cluster.config.timing import Timing
 from ....cluster.connection import NAMESPACE
 from ....cluster.errors import NoRoom, SatchelError
-from ....cluster.nodes import Node
-from ....cluster.stages import GroupPlan, Stage
-from ....cluster.timing import Timing
 from ...model_files.source import Progress
 from ...protocol.group_clients import StageClient
 from ...protocol.group_messages import StageAddress, StageState

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
+from ....cluster.config.timing import Timing
 from ....cluster.errors import ClusterError, LinkError, SatchelError
-from ....cluster.timing import Timing
-from ...model_files.layer_ranges import LAYERS
+from ...model_files.identity.layer_ranges import LAYERS
 from ..execution.batch import Batch
 from ..execution.loaded_model import LoadedModel
 from .broken import Wholeness

@@ -20,7 +20,7 @@ import numpy as np
 
 from ....cluster.errors import ClusterError
 from ..execution.followers import ShownPictures
-from ..execution.language_inputs import SequencePictures
+from ..execution.media.language_inputs import SequencePictures
 from ..kv.caches import PooledBlock, Slab
 from .broken import Wholeness
 from .connection import Connection

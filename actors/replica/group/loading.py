@@ -13,26 +13,25 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ....cluster.config import Model
+from ....cluster.config.config import Model
+from ....cluster.config.stages import Stage as PlannedStage
 from ....cluster.environment import default_home
 from ....cluster.errors import ModelLoadError, NoRoom
-from ....cluster.stages import Stage as PlannedStage
 from ...model_files.context import context_length
-from ...model_files.digests import check_unchanged, digest_files
-from ...model_files.end_tokens import end_tokens
 from ...model_files.foreign_code import refuse_model_file
-from ...model_files.layer_ranges import LayerRange, identity_of
-from ...model_files.model_identity import ModelIdentity
+from ...model_files.identity.digests import check_unchanged, digest_files
+from ...model_files.identity.layer_ranges import LayerRange, identity_of
+from ...model_files.identity.model_identity import ModelIdentity
 from ...model_files.source import Progress, first_sentence, read_json, resolve
+from ...model_files.text.end_tokens import end_tokens
 from ...model_files.weights import read_weight_files
 from ..device import blas
 from ..device.device import device_bytes, on_cuda, on_gpu
 from ..execution.decode_way import DEQUANTIZED
-from ..execution.findings import Findings
-from ..execution.language_inputs import LanguageInputs, separate
 from ..execution.loaded_model import LoadedModel
+from ..execution.media.language_inputs import LanguageInputs, separate
+from ..execution.media.vision import Vision
 from ..execution.padding import PIECE_TOKENS, PIECE_TOKENS_ELSEWHERE
-from ..execution.vision import Vision
 from ..kernels import gpu_kernels
 from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..kv import attention
@@ -44,6 +43,7 @@ from ..loading.model_id import computing, files_of, order_of_weights, refuse_els
 from ..loading.models import pick_dtype
 from ..loading.prepare import prepare_weights
 from ..loading.quirks import with_windows
+from ..proving.findings import Findings
 from .encoder import encoder_of
 from .needs import policy_of
 from .opened import Opened, open_lazily

@@ -1,4 +1,4 @@
-"""What each layer of a model needs, from the headers of its files. `cluster/stages.py` divides it by that."""
+"""What each layer of a model needs, from the headers of its files. `cluster/config/stages.py` divides it by that."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from ....cluster.config import Model
+from ....cluster.config.config import Model
+from ....cluster.config.stages import LayerNeeds, ModelNeeds
 from ....cluster.errors import ModelLoadError
-from ....cluster.stages import LayerNeeds, ModelNeeds
 from ...model_files.context import context_length
 from ...model_files.foreign_code import refuse_model_file
 from ...model_files.source import first_sentence, read_json

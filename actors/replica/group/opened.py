@@ -8,10 +8,10 @@ from typing import Any
 
 from ....cluster.errors import ModelLoadError
 from ...model_files.checkpoints import load_checkpoint
-from ...model_files.processors import sight
+from ...model_files.media.processors import sight
 from ...model_files.source import first_sentence
-from ..execution import vision
-from ..execution.vision import LanguagePart, NotLeftToRightError
+from ..execution.media import vision
+from ..execution.media.vision import LanguagePart, NotLeftToRightError
 from .stages import Chain, find_chain
 
 

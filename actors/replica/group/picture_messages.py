@@ -17,7 +17,7 @@ import numpy as np
 
 from ..device.device import as_numpy
 from ..execution.followers import ShownPictures
-from ..execution.language_inputs import ImageEmbeddings, SequencePictures
+from ..execution.media.language_inputs import ImageEmbeddings, SequencePictures
 
 
 class Wanted(NamedTuple):

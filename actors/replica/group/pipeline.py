@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..execution.compiled_step import CompiledStep
-from ..execution.deferral import Deferral
+from ..execution.recorded.compiled_step import CompiledStep
+from ..execution.recorded.deferral import Deferral
 from ..kernels.decode_views import padded_rows
 from ..kv.paged_cache import PagedKVCache
 from ..loading.quirks import FlatCaches

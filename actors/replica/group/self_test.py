@@ -7,13 +7,13 @@ import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ....cluster.config import Model
+from ....cluster.config.config import Model
 from ....cluster.errors import ModelLoadError
 from ...model_files.source import Progress
 from ..device.device import on_gpu
-from ..execution.findings import Findings
 from ..execution.followers import Followers
 from ..execution.loaded_model import LoadedModel
+from ..proving.findings import Findings
 from ..selftest import pictures
 from ..selftest.forced_sequences import ForcedSequences
 from ..selftest.self_test import Proven, reused, sequences_of

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from ....cluster.config import Logs, Traces
+from ....cluster.config.config import Logs, Traces
+from ....cluster.config.stages import GroupPlan
 from ....cluster.environment import cluster_key, default_home
 from ....cluster.errors import SatchelError, Unavailable
-from ....cluster.stages import GroupPlan
 from ...protocol.group_messages import StageState
 from ...supervision.stall import limit_s
 from ..device.device import on_gpu

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ....cluster.config import Model
+from ....cluster.config.config import Model
 from ...model_files.image_folders import image_files, read_component_files
 from ...protocol.replica_messages import EmbeddingInfo, ModelInfo, ReplicaStats
 from ..describing import stored_bytes

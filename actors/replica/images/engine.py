@@ -28,7 +28,7 @@ from ....cluster.errors import (
     SatchelError,
     Unavailable,
 )
-from ...model_files.model_identity import ModelIdentity
+from ...model_files.identity.model_identity import ModelIdentity
 from ...protocol.replica_messages import ImageRequest, ImageUpdate, Pixels, image_refusal, image_tokens
 from ..device.device_errors import DeviceFailed, on_device
 from .pipeline import ImagePipeline

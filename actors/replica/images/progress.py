@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from ....cluster.config.timing import Timing
 from ....cluster.errors import ReplicaLost, SatchelError, Unavailable
-from ....cluster.timing import Timing
 from ...protocol.replica_messages import ImageRequest, ImageUpdate, Pixels
 
 logger = logging.getLogger(__name__)

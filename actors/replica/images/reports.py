@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ....cluster.timing import Timing
+from ....cluster.config.timing import Timing
 from ...protocol.reporter import Reporter, tell_router
 from ...protocol.router_messages import ReplicaReport
 from .engine import ImageEngine

@@ -11,14 +11,14 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ....cluster.config import Model, Scheduling
+from ....cluster.config.config import Model, Scheduling
+from ....cluster.config.nodes import Node
+from ....cluster.config.timing import Timing
 from ....cluster.environment import default_home
 from ....cluster.errors import ModelLoadError, SatchelError
-from ....cluster.nodes import Node
-from ....cluster.timing import Timing
-from ...model_files.digests import check_unchanged, digest_files
+from ...model_files.identity.digests import check_unchanged, digest_files
+from ...model_files.identity.model_identity import ModelIdentity
 from ...model_files.image_folders import image_files, read_component_files
-from ...model_files.model_identity import ModelIdentity
 from ...model_files.source import resolve
 from ...model_files.weights import bytes_in_memory
 from ...protocol import registry
@@ -27,8 +27,8 @@ from ...supervision.stall import limit_s
 from ...supervision.watchdog import ENGINE, Watchdog
 from ..device import blas
 from ..device.device import device_kind, device_name
-from ..execution.findings import version_of
 from ..memory.replica_memory import ReplicaMemory
+from ..proving.findings import version_of
 from .engine import GIVEN_BYTES_MAX, ImageEngine
 from .pipeline import ImagePipeline
 from .reports import ImageReports

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ....cluster.errors import ModelLoadError
-from ...model_files.digests import FileDigest
+from ...model_files.identity.digests import FileDigest
 from ...model_files.source import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -35,7 +35,7 @@ from ..adapters.adapters import Adapter, Adapters
 from ..adapters.layers import Matrices, Stack, adapt
 from ..adapters.rows import Rows
 from ..device.device import on_gpu
-from ..execution.agreement import MODEL_ERRORS, agree, try_change, unless_equal
+from ..proving.agreement import MODEL_ERRORS, agree, try_change, unless_equal
 
 logger = logging.getLogger(__name__)
 

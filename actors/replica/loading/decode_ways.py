@@ -21,17 +21,17 @@ from ....cluster.environment import kernels_wanted
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import on_gpu
-from ..execution.agreement import TOLERANCE_16, Logits, Verdict, agree, farthest, try_change
-from ..execution.compiled_step import CompiledStep
 from ..execution.decode_way import DecodeWay, Trial, Tried, nobody
-from ..execution.deferral import Deferral
-from ..execution.findings import NOWHERE, Findings
-from ..execution.pieces import IN_ONE_PIECE, Pieces
-from ..execution.residual_sums import ResidualSums
+from ..execution.recorded.compiled_step import CompiledStep
+from ..execution.recorded.deferral import Deferral
+from ..execution.recorded.residual_sums import ResidualSums
 from ..kernels import gpu_kernels
 from ..kv.caches import ModelCacheSpec, Slab, merge, new_caches, new_pool, restore
 from ..kv.paged_cache import PagedKVCache, Reads
 from ..kv.sequence_view import SequenceView
+from ..proving.agreement import TOLERANCE_16, Logits, Verdict, agree, farthest, try_change
+from ..proving.findings import NOWHERE, Findings
+from ..proving.pieces import IN_ONE_PIECE, Pieces
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from mlx.utils import tree_unflatten
 
 from ...model_files.source import first_sentence
 from ..device.device import on_cuda
-from ..execution.agreement import MODEL_ERRORS, Logits, try_change
-from ..execution.findings import NOWHERE, Findings
-from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..kernels import gpu_kernels
 from ..kernels.few_rows import ROWS_MOST, by_kernel, fits, multiply
+from ..proving.agreement import MODEL_ERRORS, Logits, try_change
+from ..proving.findings import NOWHERE, Findings
+from ..proving.pieces import IN_ONE_PIECE, Pieces
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...model_files.source import first_sentence
 from ...patches import Change
 from ..device.device import multiplies_exactly
-from ..execution.agreement import MODEL_ERRORS, Logits, agree, try_change
-from ..execution.findings import NOWHERE, Findings
 from ..kernels import few_rows
+from ..proving.agreement import MODEL_ERRORS, Logits, agree, try_change
+from ..proving.findings import NOWHERE, Findings
 from .prepare import LinearByRows
 
 logger = logging.getLogger(__name__)

@@ -20,12 +20,12 @@ from ...model_files.foreign_code import own_code_only
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import on_gpu
-from ..execution.divergence import NewCaches, compare
-from ..execution.findings import Findings
-from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..kv.caches import ModelCacheSpec, new_caches, new_pool
 from ..kv.paged_cache import Reads
+from ..proving.divergence import NewCaches, compare
+from ..proving.findings import Findings
+from ..proving.pieces import IN_ONE_PIECE, Pieces
 from . import real_text
 
 logger = logging.getLogger(__name__)

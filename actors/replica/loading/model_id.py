@@ -53,7 +53,7 @@ from ...model_files.source import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, WEIGHT
 from ...model_files.weights import WeightFile
 from ..device import blas
 from ..device.device import device_kind, device_name, has_tensor_units, multiplies_exactly
-from ..execution.findings import version_of as version
+from ..proving.findings import version_of as version
 
 _NOT_READ = (
     ".*",

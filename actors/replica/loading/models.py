@@ -17,12 +17,11 @@ from mlx_lm.utils import load_adapters as mlx_lm_load_adapters
 from ....cluster.errors import ModelLoadError, NoRoom
 from ...model_files.checkpoints import load_checkpoint
 from ...model_files.context import context_length
-from ...model_files.digests import check_unchanged, digest_files
-from ...model_files.end_tokens import end_tokens
 from ...model_files.foreign_code import refuse_model_file
-from ...model_files.layer_ranges import LayerRange
-from ...model_files.model_identity import ModelIdentity
-from ...model_files.processors import PictureProcessor, in_words, sight
+from ...model_files.identity.digests import check_unchanged, digest_files
+from ...model_files.identity.layer_ranges import LayerRange
+from ...model_files.identity.model_identity import ModelIdentity
+from ...model_files.media.processors import PictureProcessor, in_words, sight
 from ...model_files.sentence_modules import read_sentence_modules
 from ...model_files.source import (
     ADAPTER_CONFIG,
@@ -34,20 +33,21 @@ from ...model_files.source import (
     resolve,
     resolve_adapter,
 )
+from ...model_files.text.end_tokens import end_tokens
 from ...model_files.weights import WeightFile, bytes_in_memory, missing_files, read_weight_file, read_weight_files
 from ..device import blas
 from ..device.device import device_bytes, on_cuda, on_gpu
-from ..execution import vision
 from ..execution.decode_way import DEQUANTIZED, DecodeWay, Tried, nobody
-from ..execution.findings import Findings
 from ..execution.hidden_states import HiddenStates, find_hidden_states
 from ..execution.loaded_model import IN_CONFIG, LoadedModel
-from ..execution.pieces import IN_ONE_PIECE, Pieces
-from ..execution.vision import LanguagePart, NotLeftToRightError, Vision
+from ..execution.media import vision
+from ..execution.media.vision import LanguagePart, NotLeftToRightError, Vision
 from ..kernels.sealing import FULL_PRECISION, POLICIES, SealPolicy
 from ..kv import attention
 from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
 from ..kv.paged_cache import Reads
+from ..proving.findings import Findings
+from ..proving.pieces import IN_ONE_PIECE, Pieces
 from . import adapters as by_request
 from . import decode_ways, few_rows_check, joined, kv_choice
 from .adapters import AdapterFiles

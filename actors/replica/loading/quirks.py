@@ -10,11 +10,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from ...patches import NO_CHANGE, Change, masks_made, rebound
-from ..execution.agreement import MODEL_ERRORS, Verdict, try_change, unless_equal
-from ..execution.findings import NOWHERE, Findings
-from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
 from ..kv.paged_cache import PagedKVCache, Reads
+from ..proving.agreement import MODEL_ERRORS, Verdict, try_change, unless_equal
+from ..proving.findings import NOWHERE, Findings
+from ..proving.pieces import IN_ONE_PIECE, Pieces
 
 _MASK = "create_attention_mask"
 _LENGTHS = (4, 2, 3)

@@ -20,9 +20,9 @@ from ...protocol.replica_messages import Sampling
 from ..device.device import device_bytes
 from ..device.device_errors import DeviceFailed
 from ..execution.executor import BatchExecutor
-from ..execution.language_inputs import SequencePictures
 from ..execution.loaded_model import LoadedModel
-from ..execution.vision import Vision
+from ..execution.media.language_inputs import SequencePictures
+from ..execution.media.vision import Vision
 from ..kv import attention
 from ..kv.caches import PooledBlock, Slab
 from ..kv.query_pieces import PIECES, padded_blocks

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from ....cluster.timing import Timing
+from ....cluster.config.timing import Timing
 from ...protocol.replica_messages import SequenceUpdate
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from ....cluster.telemetry.context import working_for
 from ...protocol.replica_messages import SequenceUpdate, request_of
 from ..device.device_errors import DeviceFailed
 from ..execution.executor import BatchExecutor
-from ..execution.ready import Ready
+from ..execution.sampling.ready import Ready
 from ..memory.keeping import Keeping
 from ..memory.restores import Restores
 from ..memory.sequence_memory import Sequence, SequenceMemory

@@ -26,12 +26,12 @@ import numpy as np
 from PIL import Image
 
 from ....cluster.errors import InvalidRequest, PictureLost, SatchelError
-from ...model_files.media_layouts import SpanLayout
+from ...model_files.media.media_layouts import SpanLayout
 from ...protocol.media_ids import embeddings_id, is_media_token, name_at
 from ...protocol.replica_messages import GenerateRequest, MediaSpan
 from ..device.device import settle
-from ..execution.language_inputs import ImageEmbeddings, SequencePictures
-from ..execution.vision import Vision
+from ..execution.media.language_inputs import ImageEmbeddings, SequencePictures
+from ..execution.media.vision import Vision
 from ..memory.embedding_cache import EmbeddingCache
 from ..memory.embedding_tier import EmbeddingTier
 from ..memory.sequence_memory import Sequence

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from ....cluster.config import Scheduling
+from ....cluster.config.config import Scheduling
+from ....cluster.config.timing import USUAL, Timing
 from ....cluster.errors import (
     ComputesOtherwise,
     ContextLengthExceeded,
@@ -25,15 +26,14 @@ from ....cluster.errors import (
     Unavailable,
 )
 from ....cluster.telemetry.context import span
-from ....cluster.timing import USUAL, Timing
 from ...protocol.replica_messages import GenerateRequest, PoolingRequest
 from ..device.device_errors import DeviceFailed, on_device
 from ..energy_pace import EnergyPace
 from ..execution.executor import BatchExecutor
 from ..execution.followers import Followers
-from ..execution.grammar import Grammars, SequenceGrammar
-from ..execution.language_inputs import ImageEmbeddings
 from ..execution.loaded_model import LoadedModel
+from ..execution.media.language_inputs import ImageEmbeddings
+from ..execution.sampling.grammar import Grammars, SequenceGrammar
 from ..loading.warm_up import WarmUp
 from ..memory.disk_tier import DiskTier, Prompt
 from ..memory.embedding_tier import EmbeddingTier

@@ -22,8 +22,8 @@ from ....cluster.errors import (
 from ...protocol.replica_messages import GenerateRequest, PooledTexts, PoolingRequest
 from ..device.device_errors import DeviceFailed
 from ..execution.executor import BatchExecutor
-from ..execution.language_inputs import ImageEmbeddings
 from ..execution.loaded_model import LoadedModel
+from ..execution.media.language_inputs import ImageEmbeddings
 from ..memory.restores import Reading
 from ..memory.sequence_memory import Restored, Sequence, SequenceMemory
 from ..scheduling.scheduler import Scheduler

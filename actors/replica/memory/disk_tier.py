@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ....cluster.config.timing import USUAL, Timing
 from ....cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
-from ....cluster.timing import USUAL, Timing
 from ...kv_store.disk.segment_reader import read_entries
 from ...kv_store.disk.segments import grouped, read_key, write_segment
-from ...model_files.model_identity import adapted_id
+from ...model_files.identity.model_identity import adapted_id
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import (
     TOKEN_BYTES,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from cachetools import LRUCache
 
 from ...kv_store.disk.changes import Changes
-from ..execution.language_inputs import ImageEmbeddings
+from ..execution.media.language_inputs import ImageEmbeddings
 
 
 class EmbeddingCache:

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ...protocol.media_ids import embeddings_id, embeddings_parent, name_at
 from ...protocol.replica_messages import GenerateRequest, MediaSpan
-from ..execution.language_inputs import ImageEmbeddings
+from ..execution.media.language_inputs import ImageEmbeddings
 from .disk_tier import DiskTier, WriteJob, Written
 
 

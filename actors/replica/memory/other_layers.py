@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ....cluster.config import Scheduling
+from ....cluster.config.config import Scheduling
+from ....cluster.config.timing import Timing
 from ....cluster.errors import SatchelError
-from ....cluster.timing import Timing
 from ...kv_store.disk.segment_reader import StoredEntry, read_entries
 from ...kv_store.disk.segments import grouped
-from ...model_files.layer_ranges import LayerRange, Piece, ids_of_all, pieces_of
-from ...model_files.model_identity import ModelIdentity
+from ...model_files.identity.layer_ranges import LayerRange, Piece, ids_of_all, pieces_of
+from ...model_files.identity.model_identity import ModelIdentity
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids, is_shared, root_id
 from ...protocol.entries import ENTRIES_MAX, Entry, Failure, Location, pack_tokens, unpack_tokens
 from ...protocol.store_client import StoreClient

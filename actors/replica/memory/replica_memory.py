@@ -21,9 +21,9 @@ from typing import Any, Self
 import mlx.core as mx
 import psutil
 
-from ....cluster.config import Scheduling
+from ....cluster.config.config import Scheduling
+from ....cluster.config.nodes import Node
 from ....cluster.errors import NoRoom
-from ....cluster.nodes import Node
 from ...model_files.source import read_json
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import device_bytes, device_kind, on_cuda

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from ....cluster.config import Scheduling
+from ....cluster.config.config import Scheduling
 from ..execution.executor import BatchExecutor
 from ..execution.loaded_model import LoadedModel
 from ..scheduling.limits import Limits

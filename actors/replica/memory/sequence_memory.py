@@ -15,8 +15,8 @@ from ...protocol.entries import tail_id
 from ...protocol.replica_messages import GenerateRequest
 from ..execution.batch import Batch
 from ..execution.executor import BatchExecutor
-from ..execution.grammar import SequenceGrammar
-from ..execution.language_inputs import SequencePictures
+from ..execution.media.language_inputs import SequencePictures
+from ..execution.sampling.grammar import SequenceGrammar
 from ..kv.caches import ModelCacheSpec, PooledBlock, Slab
 from ..kv.prefix import Hit, PrefixCache, PrefixKV, covers
 from .sequence_span import SequenceSpan

@@ -13,7 +13,7 @@ import numpy as np
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..execution.loaded_model import LoadedModel
-from ..execution.pieces import IN_ONE_PIECE, Pieces
+from ..proving.pieces import IN_ONE_PIECE, Pieces
 from .forced_sequences import Faults, difference, rounding
 from .pictures import DIFFERING, LATE_S, SIZE, plain_logits
 from .samples import Exhibit, Exhibition, UnseenError, noise

@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ....cluster.config import Model
+from ....cluster.config.config import Model
 from ....cluster.environment import mlx_rounding
 from ....cluster.errors import ModelLoadError
 from ...model_files.source import first_sentence
@@ -25,13 +25,13 @@ from ...protocol.replica_messages import Sampling
 from ..device.device import device_bytes, device_kind, device_name, has_tensor_units
 from ..device.device_errors import DeviceFailed
 from ..device.wired import Wired
-from ..execution.agreement import MODEL_ERRORS
 from ..execution.decode_way import Trial
 from ..execution.executor import BatchExecutor
 from ..execution.loaded_model import LoadedModel
 from ..kernels import gpu_kernels
 from ..kernels.sealing import POLICIES
 from ..loading.models import load
+from ..proving.agreement import MODEL_ERRORS
 from . import kernel_check
 from .self_test import prove
 

@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 from PIL import Image
 
-from ....cluster.config import Scheduling
-from ...model_files.media_layouts import SpanLayout
+from ....cluster.config.config import Scheduling
+from ...model_files.media.media_layouts import SpanLayout
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from ...protocol.media_ids import audio_hash, media_key, media_tokens, picture_hash
@@ -23,13 +23,13 @@ from ...protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, S
 from ..device.device import as_numpy, device_bytes, multiplies_exactly
 from ..device.device_errors import DeviceFailed
 from ..execution.followers import Followers
-from ..execution.language_inputs import ImageEmbeddings
 from ..execution.loaded_model import LoadedModel
-from ..execution.pieces import IN_ONE_PIECE, Pieces
-from ..execution.sampling import Draw
+from ..execution.media.language_inputs import ImageEmbeddings
+from ..execution.sampling.sampling import Draw
 from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..loading.models import resealed
 from ..loop.engine import Engine
+from ..proving.pieces import IN_ONE_PIECE, Pieces
 from ..scheduling.prefill_budget import PrefillPace
 
 DRAWN = 4

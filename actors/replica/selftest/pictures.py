@@ -21,8 +21,8 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import as_numpy
 from ..execution.followers import Followers
 from ..execution.loaded_model import LoadedModel
-from ..execution.pieces import IN_ONE_PIECE, Pieces
-from ..execution.vision import Vision
+from ..execution.media.vision import Vision
+from ..proving.pieces import IN_ONE_PIECE, Pieces
 from .forced_sequences import Faults, Logits, difference, rounding
 from .samples import Exhibit, Exhibition, SeenPrompt, UnseenError, noise
 

@@ -21,12 +21,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from ....cluster.errors import GenerationFailed, InvalidRequest
 from ...model_files.source import Progress, first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
-from ..execution.divergence import CHUNK_TOKENS, NewCaches, Scores, Span, compare, logits_of, read
 from ..execution.loaded_model import LoadedModel
 from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..kv.caches import ModelCacheSpec, new_caches, new_pool
 from ..kv.paged_cache import Reads
 from ..loading.models import resealed
+from ..proving.divergence import CHUNK_TOKENS, NewCaches, Scores, Span, compare, logits_of, read
 from .probe_texts import Quiz, Texts
 
 LENGTH_MIN = 2 * BLOCK_TOKENS

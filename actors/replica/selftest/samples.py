@@ -18,15 +18,15 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from PIL import Image
 
-from ...model_files.processors import Video
+from ...model_files.media.processors import Video
 from ..device.device import as_numpy, multiplies_exactly
-from ..execution.audio import as_arrays
 from ..execution.followers import Followers
-from ..execution.language_inputs import ImageEmbeddings, SequencePart, SequencePictures
-from ..execution.levels import levels_of
 from ..execution.loaded_model import LoadedModel
-from ..execution.pieces import IN_ONE_PIECE, Pieces
-from ..execution.vision import Vision
+from ..execution.media.audio import as_arrays
+from ..execution.media.language_inputs import ImageEmbeddings, SequencePart, SequencePictures
+from ..execution.media.levels import levels_of
+from ..execution.media.vision import Vision
+from ..proving.pieces import IN_ONE_PIECE, Pieces
 from .forced_sequences import DRAWN, MORE_TOKENS, Faults, ForcedSequence, ForcedSequences, Logits, Shown
 
 NEAR, NEAR_16 = 1e-3, 5e-2

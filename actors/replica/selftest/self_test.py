@@ -20,19 +20,19 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ....cluster.config import Model, Scheduling
+from ....cluster.config.config import Model, Scheduling
 from ....cluster.errors import ModelLoadError
 from ...model_files.source import Progress, first_sentence
 from ..device.device import as_numpy, on_gpu
-from ..execution.agreement import MODEL_ERRORS
 from ..execution.decode_way import DEQUANTIZED, DecodeWay
-from ..execution.findings import Findings
 from ..execution.loaded_model import LoadedModel
-from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..kv.paged_cache import Reads
 from ..loading.models import resealed
 from ..loading.quirks import positions_leak
+from ..proving.agreement import MODEL_ERRORS
+from ..proving.findings import Findings
+from ..proving.pieces import IN_ONE_PIECE, Pieces
 from . import audio, pictures
 from .forced_sequences import DRAWN, MORE_TOKENS, Faults, ForcedSequence, ForcedSequences, Logits, not_finite
 

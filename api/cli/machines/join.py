@@ -16,12 +16,12 @@ from typing import Any
 
 from ....cluster.bring_up.launch import READY, JoinOrder
 from ....cluster.bring_up.runtime import LocalCluster
-from ....cluster.config import Config, Logs
+from ....cluster.config.config import Config, Logs
+from ....cluster.config.nodes import Node
+from ....cluster.config.timing import USUAL
 from ....cluster.errors import ActorAway, ClusterError, ModelLoadError, NoAnswer, NodeRemoved, NotRunning, SatchelError
 from ....cluster.home import Home, HomeLock, prepare_home
-from ....cluster.nodes import Node
 from ....cluster.telemetry.logs import adopt_ray_loggers, begin_logs
-from ....cluster.timing import USUAL
 from ....cluster.trust.admission import Admission, ask_news, enter, knock
 from ....cluster.trust.invitations import Invitation
 from ....cluster.trust.takeover_state import (

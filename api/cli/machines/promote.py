@@ -14,13 +14,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ....cluster.bring_up.ports import check_port_free
-from ....cluster.config import Config, Model, parse_config
+from ....cluster.config.config import Config, Model, parse_config
+from ....cluster.config.nodes import Node
 from ....cluster.connection import find_cluster
 from ....cluster.errors import ClusterError, HomeInUse, NotRunning
 from ....cluster.home import Home, prepare_home, write_private
 from ....cluster.keys import read_keys
 from ....cluster.node_keeper import find_keeper
-from ....cluster.nodes import Node
 from ....cluster.processes import ProcessMark
 from ....cluster.trust.admission import knock
 from ....cluster.trust.invitations import Membership, remembered

@@ -27,7 +27,7 @@ from ....cluster.bring_up.services import (
     systemd_path,
     systemd_unit,
 )
-from ....cluster.config import Config
+from ....cluster.config.config import Config
 from ....cluster.connection import ClusterRecord, find_cluster
 from ....cluster.environment import is_macos, snapshot
 from ....cluster.errors import ClusterError, ConfigError, HomeInUse, NotRunning

@@ -18,11 +18,11 @@ from typing import NoReturn
 
 from ....cluster import environment
 from ....cluster.bring_up.launch import LINE_BYTES_MAX, READY, RETRY_FIRST_S, RETRY_MAX_S, SENTENCE, JoinOrder
-from ....cluster.config import Logs
+from ....cluster.config.config import Logs
+from ....cluster.config.nodes import Node
 from ....cluster.errors import ClusterError, SatchelError
 from ....cluster.home import Home, HomeLock, prepare_home, write_private
 from ....cluster.node_keeper import note_keeper
-from ....cluster.nodes import Node
 from ....cluster.telemetry.logs import begin_logs
 from ....cluster.trust.admission import knock
 from ....cluster.trust.invitations import Invitation, remembered

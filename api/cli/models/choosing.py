@@ -12,7 +12,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from ....actors.model_files.source import default_name, embedded_names, is_model_folder
-from ....cluster.config import Config, Model, default_config, load_config, name_refusal, parse_model
+from ....cluster.config.config import Config, Model, default_config, load_config, name_refusal, parse_model
 from ....cluster.errors import ConfigError
 from ..options import KV, LogFormat
 from .disk import complete_source

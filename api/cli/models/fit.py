@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from ....actors.model_files.source import headers_of, resolve
+from ....cluster.config.units import bytes_of
 from ....cluster.connection import find_cluster
 from ....cluster.errors import ConfigError, NotRunning
 from ....cluster.home import Home
-from ....cluster.units import bytes_of
 from ..options import KV, HomeOption, JsonOption, chosen_home
 from ..printing import print_json
 from ..tables import size

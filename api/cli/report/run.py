@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....cluster.bring_up.facts import machine_facts
-from ....cluster.config import Config
+from ....cluster.config.config import Config
 from ....cluster.environment import mlx_settings, snapshot
 from ....cluster.errors import ClusterError, SatchelError
 from ....cluster.home import Home

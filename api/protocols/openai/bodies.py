@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
-from ....cluster.config import Endpoint
+from ....cluster.config.config import Endpoint
 from ....cluster.errors import InvalidRequest, quoted
 from ...requests.conversation import mark_of_last, with_system
 from ...requests.field_aliases import NAMES, Translated, joined_texts

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from ....cluster.config import Endpoint
+from ....cluster.config.config import Endpoint
 from ....cluster.errors import InvalidRequest
 from ...pipeline.vectors import TEXTS_MAX, EmbeddingRequest, RankingRequest
 from ...requests.options import WHOLE, Priority, TimeoutS, make_options

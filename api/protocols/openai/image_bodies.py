@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from ....actors.protocol.replica_messages import IMAGE_STEPS_MAX
-from ....cluster.config import Endpoint
+from ....cluster.config.config import Endpoint
 from ....cluster.errors import InvalidRequest, quoted
 from ...pipeline.images import SEEDS, ImagesRequest
 from ...requests.options import WHOLE, Priority, TimeoutS, invalid, make_options

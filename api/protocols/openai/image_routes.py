@@ -8,7 +8,7 @@ from typing import NoReturn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from ....cluster.config import Endpoint
+from ....cluster.config.config import Endpoint
 from ....cluster.errors import InvalidRequest
 from ...http.adding import EVENTS, JSON, add_route
 from ...http.answering import Answering

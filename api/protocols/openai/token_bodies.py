@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ....cluster.config import Endpoint
+from ....cluster.config.config import Endpoint
 from ....cluster.errors import InvalidRequest
 from ...requests.conversation import with_system
 from ...requests.field_aliases import Translated

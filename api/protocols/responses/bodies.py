@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
-from ....cluster.config import Endpoint
+from ....cluster.config.config import Endpoint
 from ....cluster.errors import InvalidRequest
 from ...requests.conversation import mark_of_last
 from ...requests.field_aliases import NAMES, Translated

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from cachetools import LRUCache
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from ....cluster.config import Endpoint
+from ....cluster.config.config import Endpoint
 from ...requests.agent_identity import identify
 from ...requests.history import Message
 from ...requests.request_body import RequestBody, check_counts

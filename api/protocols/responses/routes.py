@@ -15,7 +15,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ....cluster.config import Endpoint
+from ....cluster.config.config import Endpoint
 from ....cluster.errors import (
     AgentNotFound,
     ContextLengthExceeded,

@@ -18,9 +18,9 @@ from satchel.actors.kv_store.services import turns
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.entries import unpack_tokens
 from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Content
-from satchel.cluster.config import Config, parse_config
+from satchel.cluster.config.config import Config, parse_config
+from satchel.cluster.config.timing import Timing
 from satchel.cluster.errors import AgentBusy, AgentExists, AgentNotFound, Unavailable
-from satchel.cluster.timing import Timing
 from tests.worlds.kv_store.kv_files import chain, checked
 from tests.worlds.kv_store.lone_store import LoneStore
 

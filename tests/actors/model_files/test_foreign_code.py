@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.model_files.media.processors import PictureProcessor
 from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models

@@ -15,10 +15,10 @@ from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.planner.planning import divided, stages_of
 from satchel.actors.replica.group.needs import Headers, read_headers
 from satchel.actors.replica.memory.replica_memory import unclaimed_bytes
-from satchel.cluster.config import Model, Scheduling, parse_model
+from satchel.cluster.config.config import Model, Scheduling, parse_model
+from satchel.cluster.config.nodes import Node
+from satchel.cluster.config.stages import Split
 from satchel.cluster.errors import ModelLoadError, NoRoom
-from satchel.cluster.nodes import Node
-from satchel.cluster.stages import Split
 from tests.worlds.models.families import write_model
 from tests.worlds.models.vision_families import write
 from tests.worlds.models.vision_families import write_model as write_vision_model

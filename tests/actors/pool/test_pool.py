@@ -13,7 +13,7 @@ from satchel.actors.pool.pool import ERROR_S, LOADS_MAX, LOST_S, LoadLost, Pool,
 from satchel.actors.protocol.pool_messages import LOADED, LOADING, UNLOADED, UNLOADING, WAITING, PooledModel
 from satchel.actors.protocol.registry import ServedEntry
 from satchel.actors.protocol.replica_messages import ReplicaStats
-from satchel.cluster.config import Model
+from satchel.cluster.config.config import Model
 from satchel.cluster.errors import ModelBusy, ModelLoadError, ModelNotFound, NoRoom, SatchelError
 
 GIB = 2**30

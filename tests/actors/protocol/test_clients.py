@@ -75,11 +75,11 @@ from satchel.actors.rpc.client import ActorRef, Call
 from satchel.actors.rpc.codec import encode, encode_call
 from satchel.actors.rpc.local import LocalAddress
 from satchel.actors.rpc.spec import Client, Method
-from satchel.cluster.config import default_config
+from satchel.cluster.config.config import default_config
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.environment import ray_settings
 from satchel.cluster.errors import OtherVersion
 from satchel.cluster.home import Home
-from satchel.cluster.timing import USUAL
 from tests.worlds.direct import model_info
 from tests.worlds.routing import report, store
 

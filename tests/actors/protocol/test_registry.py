@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from satchel.actors.protocol import control_store, registry
-from satchel.cluster.config import Model
+from satchel.cluster.config.config import Model
+from satchel.cluster.config.stages import Split, Stage
 from satchel.cluster.errors import InvalidRequest
-from satchel.cluster.stages import Split, Stage
 
 
 @pytest.fixture(autouse=True)

@@ -18,23 +18,23 @@ import pytest
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.replica_messages import GenerateRequest, Sampling, SequenceUpdate
 from satchel.actors.replica import plain_mode, serving
-from satchel.actors.replica.execution.findings import Findings
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.execution.pieces import IN_ONE_PIECE, Pieces
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.memory.replica_memory import ReplicaMemory
 from satchel.actors.replica.plain_mode import PlainMode, fault
+from satchel.actors.replica.proving.findings import Findings
+from satchel.actors.replica.proving.pieces import IN_ONE_PIECE, Pieces
 from satchel.actors.replica.selftest import self_test
 from satchel.actors.replica.selftest.forced_sequences import ForcedSequence, Scene
 from satchel.actors.replica.selftest.self_test import Proven, Verdict, prove
 from satchel.actors.replica.serving import Serving
-from satchel.cluster.config import Model, Scheduling
+from satchel.cluster.config.config import Model, Scheduling
+from satchel.cluster.config.nodes import Node
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import ComputesOtherwise, ModelLoadError, SatchelError
 from satchel.cluster.home import Home
 from satchel.cluster.incidents import incidents
-from satchel.cluster.nodes import Node
-from satchel.cluster.timing import USUAL
 from tests.worlds.models import vision_families
 from tests.worlds.models.families import write_model
 

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from satchel.actors.model_files.model_identity import adapted_id
+from satchel.actors.model_files.identity.model_identity import adapted_id
 from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.replica_messages import (
@@ -34,10 +34,10 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loop.delivery import Counters
 from satchel.actors.replica.reports import EngineReports
 from satchel.actors.rpc import local
-from satchel.cluster.config import Model, Scheduling
+from satchel.cluster.config.config import Model, Scheduling
+from satchel.cluster.config.nodes import Node
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import InvalidRequest, NoReplica, SatchelError, Unavailable
-from satchel.cluster.nodes import Node
-from satchel.cluster.timing import USUAL
 from tests.worlds.direct import Direct
 
 OWN, OTHER = b"o" * 32, b"x" * 32

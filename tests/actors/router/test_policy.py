@@ -9,7 +9,7 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.router_messages import Decision, RouteRequest
 from satchel.actors.router.policy import FIRST_PREFILL_S, Policy
-from satchel.cluster.timing import USUAL
+from satchel.cluster.config.timing import USUAL
 from tests.worlds.routing import BLOCKS, RATE, make_policy, probe, report, route
 
 

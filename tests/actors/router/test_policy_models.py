@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from satchel.actors.model_files.model_identity import adapted_id
+from satchel.actors.model_files.identity.model_identity import adapted_id
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.router_messages import Chain, Decision, RouteRequest
 from satchel.actors.router.costs import RESTORE_SETUP_S

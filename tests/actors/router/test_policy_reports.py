@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.cluster.timing import USUAL
+from satchel.cluster.config.timing import USUAL
 from tests.worlds.routing import BLOCKS, RATE, make_policy, probe, report, route
 
 

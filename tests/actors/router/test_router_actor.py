@@ -20,9 +20,9 @@ from satchel.actors.protocol.router_messages import (
 )
 from satchel.actors.router.actor import LOST_LOOKS, RouterActor
 from satchel.actors.router.directory import PART_BLOCKS
-from satchel.cluster.config import default_config
+from satchel.cluster.config.config import default_config
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import NoReplica
-from satchel.cluster.timing import USUAL
 from tests.worlds.direct import Direct
 from tests.worlds.routing import BLOCKS, report, store
 

@@ -14,7 +14,7 @@ from satchel.actors.router.directory import Disk
 from satchel.actors.router.nodes import ASSUMED_LINK_BYTES_PER_S, LINK_RETRY_S, NodeTable
 from satchel.actors.router.places import Whereabouts
 from satchel.actors.router.policy import CANDIDATES_SHOWN, Policy
-from satchel.cluster.timing import USUAL
+from satchel.cluster.config.timing import USUAL
 from tests.worlds.routing import BLOCKS, RATE, make_policy, probe, report, route, store
 
 GIGABYTE = 1e9

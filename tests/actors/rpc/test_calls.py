@@ -24,6 +24,7 @@ from satchel.actors.rpc.client import Call
 from satchel.actors.rpc.codec import VERSION, decode, encode, encode_error
 from satchel.actors.rpc.shell import answers
 from satchel.actors.rpc.spec import Client, method
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import (
     ActorAway,
     ActorLost,
@@ -37,7 +38,6 @@ from satchel.cluster.errors import (
     Unavailable,
 )
 from satchel.cluster.telemetry.context import NO_SPAN, TRACING, request_id, span, working_for
-from satchel.cluster.timing import USUAL
 from tests.worlds.collector import traced
 
 OTHER_VERSION = bytes(msgpack.packb([VERSION + 1, []]) or b"")

@@ -18,8 +18,8 @@ from satchel.actors.rpc import local
 from satchel.actors.rpc.codec import encode_call
 from satchel.actors.rpc.local import LocalAddress, LocalConnection, LocalServer
 from satchel.actors.rpc.shell import answers
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import ActorLost, ActorSilent, NoAnswer, QueueFull
-from satchel.cluster.timing import USUAL
 from tests.worlds.direct import Direct
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from satchel.actors.supervision.watchdog import Watchdog
 from satchel.cluster import environment
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.home import Home
 from satchel.cluster.incidents import incidents
-from satchel.cluster.timing import USUAL
 
 
 class Part:

@@ -11,8 +11,8 @@ import pytest
 from satchel.api.agents import memory as agents
 from satchel.api.pipeline.generation import Generator
 from satchel.api.requests.requests import ChatRequest
+from satchel.cluster.config.timing import Timing
 from satchel.cluster.errors import Unavailable
-from satchel.cluster.timing import Timing
 from tests.worlds.api.fake_backend import events_of
 from tests.worlds.api.remembering import LocalStore, Remembering, spoken
 

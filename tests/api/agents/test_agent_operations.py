@@ -15,8 +15,8 @@ from satchel.api.app import create_app
 from satchel.api.http.server import HttpServer
 from satchel.api.requests.backend import ReplicaStats
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import parse_config
-from satchel.cluster.timing import Timing
+from satchel.cluster.config.config import parse_config
+from satchel.cluster.config.timing import Timing
 from tests.worlds.api.remembering import LocalStore, Remembering, spoken
 
 

@@ -12,8 +12,8 @@ from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.agents import memory as agents
 from satchel.api.pipeline.streams import Finished
 from satchel.api.requests.requests import ChatRequest
+from satchel.cluster.config.timing import Timing
 from satchel.cluster.errors import Unavailable
-from satchel.cluster.timing import Timing
 from tests.worlds.api.remembering import LocalStore, Remembering, spoken
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
 from tests.worlds.api.anthropic_client import Messages, gathered
 from tests.worlds.api.engine_backend import remembering_app
 

@@ -16,7 +16,7 @@ from benchmarks.memory.rewriting import Rewriter
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.replica_messages import GenerateRequest
 from satchel.api.text.model import load_text_model
-from satchel.cluster.config import Config, parse_config
+from satchel.cluster.config.config import Config, parse_config
 from tests.worlds.api.engine_backend import EngineBackend, remembering_app
 from tests.worlds.api.remembering import Remembering
 from tests.worlds.api.served_models import served_model

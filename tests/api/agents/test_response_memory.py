@@ -16,7 +16,7 @@ import pytest
 from satchel.api.agents.memory import AgentMemory
 from satchel.api.app import create_app
 from satchel.api.pipeline.generation import Generator
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
 from tests.worlds.api.engine_backend import EngineBackend
 from tests.worlds.api.remembering import LocalStore
 from tests.worlds.api.responses_client import Responses

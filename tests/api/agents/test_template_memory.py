@@ -15,7 +15,7 @@ import pytest
 
 from satchel.api.requests import requests
 from satchel.api.text.model import load_text_model
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
 from tests.worlds.api.engine_backend import remembering_app
 from tests.worlds.api.remembering import Remembering
 from tests.worlds.api.served_models import served_model

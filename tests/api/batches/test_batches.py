@@ -17,7 +17,7 @@ from satchel.actors.protocol.replica_messages import IDLE_PRIORITY
 from satchel.api.app import create_app
 from satchel.api.batches import patience, runner
 from satchel.api.batches.input_file import ERRORS_MAX, read_lines
-from satchel.cluster.config import Config, parse_config
+from satchel.cluster.config.config import Config, parse_config
 from satchel.cluster.errors import GenerationFailed, QueueFull
 from satchel.cluster.home import Home
 from satchel.cluster.keys import KeyRing, create_key, revoke_key

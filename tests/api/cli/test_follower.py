@@ -12,12 +12,12 @@ from satchel.api.cli.machines import join as cli_join
 from satchel.api.cli.machines.join import REFUSALS_MAX, REMOVED, Follower
 from satchel.api.cli.machines.stay import node_command
 from satchel.cluster.bring_up.launch import JoinOrder
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
+from satchel.cluster.config.nodes import Node
 from satchel.cluster.connection import versions
 from satchel.cluster.errors import NodeRemoved
 from satchel.cluster.home import Home, ensure_token, prepare_home
 from satchel.cluster.keys import create_key
-from satchel.cluster.nodes import Node
 from satchel.cluster.trust.admission import enter
 from satchel.cluster.trust.invitations import invite, remembered
 from satchel.cluster.trust.join_server import JoinServer

@@ -12,7 +12,7 @@ import pytest
 
 from satchel.api.app import create_app
 from satchel.api.http.browser import Hosts
-from satchel.cluster.config import Config, Endpoint, parse_config
+from satchel.cluster.config.config import Config, Endpoint, parse_config
 from satchel.cluster.errors import ConfigError
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}

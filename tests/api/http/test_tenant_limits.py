@@ -17,7 +17,7 @@ from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.api.agents.memory import AgentMemory
 from satchel.api.app import create_app
 from satchel.api.pipeline.generation import Generator
-from satchel.cluster.config import Config, parse_config
+from satchel.cluster.config.config import Config, parse_config
 from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import KeyRing, create_key, revoke_key
 from tests.worlds.api.engine_backend import EngineBackend

@@ -16,8 +16,8 @@ import numpy as np
 import openai
 import pytest
 
-from satchel.actors.model_files.audio_processor import AudioProcessor
-from satchel.actors.model_files.media_layouts import MediaLayout
+from satchel.actors.model_files.media.audio_processor import AudioProcessor
+from satchel.actors.model_files.media.media_layouts import MediaLayout
 from satchel.actors.protocol.media_ids import audio_hash, is_of_audio, is_of_video, media_tokens_in
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.api.app import create_app
@@ -30,7 +30,7 @@ from satchel.api.media.video import Deadline
 from satchel.api.requests.requests import ChatRequest, Past, prepare_chat
 from satchel.api.requests.unsupported_media import UNREAD, WORDS
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.cluster.config import Config, Media, parse_config
+from satchel.cluster.config.config import Config, Media, parse_config
 from satchel.cluster.errors import ConfigError, InvalidRequest
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.remembering import Remembering

@@ -25,7 +25,7 @@ from satchel.api.media import web as picture_http
 from satchel.api.media.fetch import PictureLoader, PictureShelf, Workshop
 from satchel.api.media.sources import Picture, PictureSource, VideoSource
 from satchel.api.media.web import is_public
-from satchel.cluster.config import Media, parse_config
+from satchel.cluster.config.config import Media, parse_config
 from satchel.cluster.errors import ConfigError, InvalidRequest, Unavailable
 
 from .test_pixels import few_colours, packed, png

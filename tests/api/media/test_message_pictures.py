@@ -16,7 +16,7 @@ from PIL import Image
 from satchel.api.app import create_app
 from satchel.api.requests.unsupported_media import UNREAD
 from satchel.api.text.model import load_text_model
-from satchel.cluster.config import Config
+from satchel.cluster.config.config import Config
 from tests.worlds.api.anthropic_client import HELLO, Messages
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.served_models import served_model

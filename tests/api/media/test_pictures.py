@@ -18,8 +18,8 @@ import httpx
 import pytest
 from PIL import Image, ImageDraw
 
-from satchel.actors.model_files.media_layouts import MediaLayout
-from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.model_files.media.media_layouts import MediaLayout
+from satchel.actors.model_files.media.processors import PictureProcessor
 from satchel.actors.protocol.media_ids import FIRST_MEDIA_TOKEN, media_tokens_in, picture_hash
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.api.app import create_app
@@ -29,8 +29,8 @@ from satchel.api.pipeline.generation import Generator
 from satchel.api.protocols.openai.messages import read_messages
 from satchel.api.requests.requests import ChatRequest
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.cluster.config import Config
-from satchel.cluster.config import Media as Limits
+from satchel.cluster.config.config import Config
+from satchel.cluster.config.config import Media as Limits
 from satchel.cluster.errors import Unavailable
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.remembering import Remembering

@@ -30,7 +30,7 @@ from satchel.api.media.video import Deadline, FrameSampler, FrameSampling, decod
 from satchel.api.media.video_worker import _check_whole
 from satchel.api.media.worker_process import START_S
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Media
+from satchel.cluster.config.config import Media
 from satchel.cluster.errors import InvalidRequest
 
 from .test_pixels import packed

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from satchel.actors.model_files.model_identity import adapted_id
+from satchel.actors.model_files.identity.model_identity import adapted_id
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
@@ -21,7 +21,8 @@ from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.connection import SENT_MAX, ReplicaConnection, SentPictures
 from satchel.api.ray_backend.sequences import ATTEMPTS, RayGeneration
 from satchel.api.requests.loading import Loading
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
+from satchel.cluster.config.timing import USUAL, Timing
 from satchel.cluster.errors import (
     ComputesOtherwise,
     NoReplica,
@@ -33,7 +34,6 @@ from satchel.cluster.errors import (
     SlowReader,
 )
 from satchel.cluster.telemetry.context import TRACING, span, working_for
-from satchel.cluster.timing import USUAL, Timing
 from tests.worlds.collector import traced
 from tests.worlds.direct import Direct, model_info
 

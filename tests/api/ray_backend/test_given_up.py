@@ -10,8 +10,8 @@ import pytest
 
 from satchel.api.ray_backend import sequences
 from satchel.api.ray_backend.sequences import PROGRESS_TOKENS, RayGeneration
+from satchel.cluster.config.timing import Timing
 from satchel.cluster.errors import GenerationFailed, ReplicaDied, ReplicaLost
-from satchel.cluster.timing import Timing
 from tests.api.ray_backend.test_dispatch import REQUEST, FakeBackend, FakeLink, said
 
 

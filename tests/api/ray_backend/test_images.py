@@ -15,8 +15,8 @@ from satchel.actors.protocol.replica_messages import ImageRequest, ImageUpdate, 
 from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.images import RayImage
 from satchel.api.requests.backend import ImageAnswer
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import GenerationFailed, QueueFull, ReplicaLeaves, ReplicaLost, SatchelError
-from satchel.cluster.timing import USUAL
 from tests.api.ray_backend import test_dispatch as worlds
 from tests.api.ray_backend.test_pooling import Cluster as Pooling
 from tests.worlds.direct import Direct

@@ -11,8 +11,8 @@ from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.replica_messages import ReplicaStats
 from satchel.actors.rpc.codec import encode
 from satchel.api.ray_backend.leaving import AT_ONCE, HandedOver, hand_over
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import ActorLost
-from satchel.cluster.timing import USUAL
 from tests.worlds.direct import Direct
 
 AGENTS = [f"default/agent{number}" for number in range(3 * AT_ONCE)]

@@ -37,7 +37,8 @@ from satchel.api.ray_backend import locator as agent_locator
 from satchel.api.ray_backend import store as ray_store
 from satchel.api.ray_backend.locator import KNOWN_MAX, AgentLocator
 from satchel.api.ray_backend.store import RayStore
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
+from satchel.cluster.config.timing import Timing
 from satchel.cluster.errors import (
     AgentElsewhere,
     AgentExists,
@@ -46,7 +47,6 @@ from satchel.cluster.errors import (
     SatchelError,
     Unavailable,
 )
-from satchel.cluster.timing import Timing
 
 X = "t/x"
 

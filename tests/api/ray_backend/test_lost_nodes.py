@@ -13,7 +13,7 @@ import pytest
 from satchel.actors.protocol.control_store import RayNode
 from satchel.api.ray_backend import locator
 from satchel.api.ray_backend.locator import has_ended
-from satchel.cluster.timing import USUAL, Timing
+from satchel.cluster.config.timing import USUAL, Timing
 
 HOST = "127.0.0.1"
 

@@ -16,6 +16,7 @@ from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend import sequences
 from satchel.api.ray_backend.pooling import RayPooling
 from satchel.api.requests.backend import Vectors
+from satchel.cluster.config.timing import USUAL, Timing
 from satchel.cluster.errors import (
     ContextLengthExceeded,
     Draining,
@@ -25,7 +26,6 @@ from satchel.cluster.errors import (
     ReplicaLost,
     SatchelError,
 )
-from satchel.cluster.timing import USUAL, Timing
 from tests.api.ray_backend import test_dispatch as worlds
 from tests.worlds.direct import Direct
 

@@ -40,10 +40,10 @@ from satchel.api.ray_backend import dispatch
 from satchel.api.ray_backend.dispatch import RayBackend
 from satchel.api.requests.loading import Loading
 from satchel.api.views.cluster import SeenNodes
-from satchel.cluster.config import Model, parse_config
+from satchel.cluster.config.config import Model, parse_config
+from satchel.cluster.config.timing import Timing
 from satchel.cluster.errors import InvalidRequest, NodeNotFound, NoReplica, Unavailable
 from satchel.cluster.home import Home, prepare_home
-from satchel.cluster.timing import Timing
 from satchel.cluster.trust.members import Member, admit, members
 from tests.worlds.direct import answer_of, model_info
 

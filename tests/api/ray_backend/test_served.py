@@ -15,10 +15,10 @@ from satchel.actors.protocol.replica_messages import ModelInfo
 from satchel.api.ray_backend import served
 from satchel.api.ray_backend.routing import Routing
 from satchel.api.ray_backend.served import ServedModels
-from satchel.cluster.config import Model, default_config
+from satchel.cluster.config.config import Model, default_config
+from satchel.cluster.config.stages import Stage
+from satchel.cluster.config.timing import Timing
 from satchel.cluster.errors import NoReplica
-from satchel.cluster.stages import Stage
-from satchel.cluster.timing import Timing
 from tests.worlds.direct import model_info
 
 A = Model(name="a", source="s", template_kwargs={"clear_thinking": False}, schema_in_prompt="never")

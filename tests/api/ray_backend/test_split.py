@@ -21,9 +21,9 @@ from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.connection import SentPictures
 from satchel.api.ray_backend.routing import may_split
 from satchel.api.ray_backend.sequences import RayGeneration
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
+from satchel.cluster.config.timing import USUAL, Timing
 from satchel.cluster.errors import QueueFull, ReplicaLost, SatchelError
-from satchel.cluster.timing import USUAL, Timing
 from tests.worlds.direct import Direct
 
 ROOT = b"r" * 32

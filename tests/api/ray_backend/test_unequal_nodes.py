@@ -23,9 +23,9 @@ from satchel.actors.start import differing
 from satchel.api.ray_backend import store as ray_store
 from satchel.api.ray_backend.store import RayStore
 from satchel.api.requests.backend import ReplicaStats
-from satchel.cluster.config import Model
+from satchel.cluster.config.config import Model
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import ModelLoadError
-from satchel.cluster.timing import USUAL
 from tests.worlds.api.remembering import LocalStore, Remembering, spoken
 from tests.worlds.api.served_models import served_model
 from tests.worlds.direct import Direct, answer_of, carried, model_info

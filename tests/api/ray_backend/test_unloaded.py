@@ -17,9 +17,9 @@ from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.model_pool import ModelPool
 from satchel.api.ray_backend.served import ServedModels
 from satchel.api.requests.loading import Loading
-from satchel.cluster.config import Model
+from satchel.cluster.config.config import Model
+from satchel.cluster.config.timing import Timing
 from satchel.cluster.errors import Draining, GenerationFailed, ModelLoadError, NoReplica, QueueFull, Unavailable
-from satchel.cluster.timing import Timing
 from tests.api.ray_backend.test_dispatch import SOON, FakeBackend, generation, said
 from tests.api.ray_backend.test_pooling import ANSWER, REQUEST, Cluster
 from tests.api.ray_backend.test_pooling import RayPooling as Pooling

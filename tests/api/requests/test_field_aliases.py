@@ -13,7 +13,7 @@ from satchel.api.protocols.openai.bodies import ChatBody, CompletionBody
 from satchel.api.protocols.responses.bodies import ResponseBody
 from satchel.api.requests.field_aliases import names_for_header
 from satchel.api.requests.options import invalid
-from satchel.cluster.config import Endpoint
+from satchel.cluster.config.config import Endpoint
 from satchel.cluster.errors import InvalidRequest
 
 SAID: list[Any] = [{"role": "user", "content": "Hi"}]

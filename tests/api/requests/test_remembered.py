@@ -17,8 +17,8 @@ from satchel.api.client.background import BackgroundLoop
 from satchel.api.http.server import HttpServer
 from satchel.api.requests.remembered import Remembered
 from satchel.cluster.bring_up.ports import free_port
+from satchel.cluster.config.timing import Timing
 from satchel.cluster.errors import MemoryFull
-from satchel.cluster.timing import Timing
 from tests.worlds.api.fake_backend import events_of
 from tests.worlds.api.remembering import LocalStore, Remembering, spoken
 

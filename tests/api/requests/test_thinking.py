@@ -13,7 +13,7 @@ from satchel.api.protocols.openai.token_bodies import TokenizeBody
 from satchel.api.protocols.responses.bodies import InputTokensBody, ResponseBody
 from satchel.api.requests.fields.thinking import read_thinking
 from satchel.api.requests.requests import ChatRequest
-from satchel.cluster.config import Endpoint
+from satchel.cluster.config.config import Endpoint
 from satchel.cluster.errors import InvalidRequest
 
 SAID: list[Any] = [{"role": "user", "content": "Hi"}]

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.replica.execution.thinking_limit import ThinkingLimit
+from satchel.actors.replica.execution.sampling.thinking_limit import ThinkingLimit
 from satchel.api.requests.requests import ChatRequest, prepare_chat
 from satchel.api.text.answers.sequence_text import TextDelta
 from satchel.api.text.model import TextModel, load_text_model

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.model_files.grammar_compiler import follows_schema
+from satchel.actors.model_files.text.grammar_compiler import follows_schema
 from satchel.api.tools.schema_parts import followable
 
 TEXT = {"type": "string"}

@@ -20,9 +20,9 @@ from satchel.api.requests.backend import NodeState, ReplicaStats
 from satchel.api.views import cluster as cluster_views
 from satchel.api.views.cluster import SeenNodes, TokenRates, node_states, node_views
 from satchel.cluster.audit import Audit
+from satchel.cluster.config.nodes import Link, Node
 from satchel.cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from satchel.cluster.home import Home, prepare_home
-from satchel.cluster.nodes import Link, Node
 from tests.worlds.api.homes import HomesStore
 from tests.worlds.api.remembering import Remembering
 

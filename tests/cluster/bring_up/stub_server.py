@@ -15,7 +15,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from satchel.api.cli import main as cli
-from satchel.cluster.config import Config
+from satchel.cluster.config.config import Config
 
 METRICS = """# TYPE satchel_replica_up gauge
 satchel_replica_up{replica="stub-0",model="recall"} 1.0

@@ -19,7 +19,7 @@ import pytest
 
 from satchel.api.cli.machines import service as cli_service
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Config, default_config
+from satchel.cluster.config.config import Config, default_config
 from satchel.cluster.errors import ClusterError, HomeInUse, NotRunning, PortInUse
 from satchel.cluster.home import Home, prepare_home, read_json, write_private_json
 from satchel.cluster.processes import ProcessMark

@@ -17,8 +17,8 @@ import pytest
 from satchel.cluster.bring_up import launch
 from satchel.cluster.bring_up.doctor import check_hosts
 from satchel.cluster.bring_up.launch import SSH, JoinOrder, Launcher, command_of, unresolved
+from satchel.cluster.config.nodes import Link, Node
 from satchel.cluster.home import Home
-from satchel.cluster.nodes import Link, Node
 from satchel.cluster.processes import ProcessMark
 from satchel.cluster.trust.invitations import Invitation
 

@@ -20,9 +20,9 @@ from satchel.cluster.bring_up import doctor, mac
 from satchel.cluster.bring_up.check import Check
 from satchel.cluster.bring_up.doctor import examine
 from satchel.cluster.bring_up.services import Service, daemon_advice, launchd_plist, systemd_unit
-from satchel.cluster.config import Config, Model, parse_config
+from satchel.cluster.config.config import Config, Model, parse_config
+from satchel.cluster.config.nodes import Link, Node
 from satchel.cluster.home import Home
-from satchel.cluster.nodes import Link, Node
 from tests.worlds.fake_mac import GIB, FakeMac, fake_mac, other_values
 
 HERE = Node(name="mac0")

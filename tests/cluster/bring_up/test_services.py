@@ -22,10 +22,10 @@ from satchel.cluster.bring_up.services import (
     systemd_advice,
     systemd_unit,
 )
+from satchel.cluster.config.nodes import Node
 from satchel.cluster.connection import versions
 from satchel.cluster.errors import ConfigError
 from satchel.cluster.home import Home, ensure_token, prepare_home
-from satchel.cluster.nodes import Node
 from satchel.cluster.trust.invitations import Invitation, invite, remember, remembered
 from satchel.cluster.trust.join_server import JoinServer
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from satchel.cluster.config import Logs
+from satchel.cluster.config.config import Logs
 from satchel.cluster.home import Home
 from satchel.cluster.telemetry.context import working_for
 from satchel.cluster.telemetry.log_file import FORMER, LogFile, remove_old

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Config, default_config, parse_config
+from satchel.cluster.config.config import Config, default_config, parse_config
 from satchel.cluster.errors import ConfigError
 from satchel.cluster.telemetry.context import NO_SPAN, TRACING, answering, carried, request_id, span, working_for
 from satchel.cluster.telemetry.process import with_collector
@@ -108,7 +108,7 @@ def test_a_collector_that_is_dead_costs_one_line_of_the_log(caplog: pytest.LogCa
 def test_without_a_collector_nothing_of_opentelemetry_is_loaded(tmp_path: Path):
     program = (
         "import sys, os; os.environ['SATCHEL_HOME'] = sys.argv[1]\n"
-        "from satchel.cluster.config import Logs, Traces\n"
+        "from satchel.cluster.config.config import Logs, Traces\n"
         "from satchel.cluster.telemetry.process import begin_telemetry\n"
         "from satchel.cluster.telemetry.context import TRACING, NO_SPAN\n"
         "begin_telemetry('router', Logs(), Traces())\n"

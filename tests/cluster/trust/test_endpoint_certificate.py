@@ -15,7 +15,7 @@ from satchel.api.cli.main import app
 from satchel.api.cli.serve import for_clients
 from satchel.cluster.bring_up.doctor import check_tls
 from satchel.cluster.bring_up.ports import check_endpoint
-from satchel.cluster.config import Endpoint, Tls, load_config
+from satchel.cluster.config.config import Endpoint, Tls, load_config
 from satchel.cluster.errors import ClusterError, ConfigError
 from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.incidents import incidents

@@ -19,12 +19,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 from filelock import FileLock
 
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
+from satchel.cluster.config.nodes import Node
 from satchel.cluster.connection import versions
 from satchel.cluster.errors import ClusterError, NodeRemoved, NotRunning, PortInUse
 from satchel.cluster.home import Home, ensure_token, prepare_home, write_private
 from satchel.cluster.keys import create_key
-from satchel.cluster.nodes import Node
 from satchel.cluster.trust import admission, invitations
 from satchel.cluster.trust.admission import Admission, News, ask_news, enter, knock, led_elsewhere
 from satchel.cluster.trust.certificates import Authority, own_fingerprint, request

@@ -34,7 +34,7 @@ from satchel.api.pipeline.generation import Generator
 from satchel.api.ray_backend.sequences import called
 from satchel.api.requests.backend import ImageAnswer, ListedModel, NodeState, ReplicaStats, ServedModel, Vectors
 from satchel.api.requests.loading import Loading
-from satchel.cluster.config import Config
+from satchel.cluster.config.config import Config
 from satchel.cluster.errors import NodeNotFound, SatchelError
 from tests.worlds.api.served_models import served_model
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from satchel.actors.model_files.model_identity import ModelIdentity
+from satchel.actors.model_files.identity.model_identity import ModelIdentity
 from satchel.actors.protocol.replica_messages import ImageInfo, ImageRequest, ImageUpdate
 from satchel.actors.replica.images.engine import ImageEngine
 from satchel.actors.replica.images.pipeline import ImagePipeline
 from satchel.actors.replica.images.progress import ImageProgress, queue_image
 from satchel.api.requests.backend import ImageAnswer, ServedModel
 from satchel.api.text.model import TextModel
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import from_wire
-from satchel.cluster.timing import USUAL
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.served_models import served_model
 

@@ -18,7 +18,7 @@ from satchel.actors.protocol.store_messages import AskUnpack, BranchKV, Moved, U
 from satchel.api.agents.memory import AgentMemory
 from satchel.api.app import create_app
 from satchel.api.pipeline.generation import Generator
-from satchel.cluster.config import Config
+from satchel.cluster.config.config import Config
 from satchel.cluster.errors import AgentNotFound, InvalidRequest, Unavailable
 
 from ..kv_store.lone_store import LoneStore

@@ -15,7 +15,7 @@ from satchel.actors.kv_store.disk.store import DiskStore
 from satchel.actors.kv_store.services import ownership
 from satchel.actors.protocol.entries import Entry, Failure, SegmentRecord
 from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Content
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
 
 from .kv_files import MODEL, NoSync, payload, same
 from .lone_store import LoneStore

@@ -8,8 +8,8 @@ from satchel.actors.kv_store.actor import KVStoreActor
 from satchel.actors.kv_store.services.composition import StoreServices
 from satchel.actors.kv_store.services.node_memory import open_memory
 from satchel.actors.protocol.store_client import StoreClient
-from satchel.cluster.config import Config
-from satchel.cluster.nodes import Node
+from satchel.cluster.config.config import Config
+from satchel.cluster.config.nodes import Node
 
 from ..direct import Direct
 

@@ -26,9 +26,9 @@ from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Content, TakeSecondary
 from satchel.actors.router.places import AgentPlaces
 from satchel.actors.rpc.codec import decode, encode
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
+from satchel.cluster.config.nodes import Node
 from satchel.cluster.errors import Unavailable
-from satchel.cluster.nodes import Node
 
 from ..direct import Direct, carried
 from .kv_files import MODEL, NoSync, payload, same

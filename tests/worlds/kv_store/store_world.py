@@ -38,11 +38,11 @@ from satchel.actors.router.places import AgentPlaces
 from satchel.actors.router.policy import Policy
 from satchel.actors.rpc.codec import encode
 from satchel.api.ray_backend.locator import AgentLocator, Question
-from satchel.cluster.config import Config, parse_config
+from satchel.cluster.config.config import Config, parse_config
+from satchel.cluster.config.nodes import Node
+from satchel.cluster.config.timing import Timing
 from satchel.cluster.errors import SatchelError, Unavailable
 from satchel.cluster.keys import OWNER
-from satchel.cluster.nodes import Node
-from satchel.cluster.timing import Timing
 
 from ...simulations.cluster_memory import Memory
 from ...simulations.cluster_time import Process

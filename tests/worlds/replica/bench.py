@@ -12,15 +12,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from satchel.actors.model_files.model_identity import adapted_id
+from satchel.actors.model_files.identity.model_identity import adapted_id
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.execution.sampling import Draw
+from satchel.actors.replica.execution.sampling.sampling import Draw
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.memory.disk_tier import DiskTier
-from satchel.cluster.config import Scheduling
+from satchel.cluster.config.config import Scheduling
 from satchel.cluster.errors import SatchelError
 from tests.worlds.models.families import write_model
 

@@ -21,8 +21,8 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.store_messages import Fetched, PullKV
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.memory.disk_tier import DiskTier
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import Unavailable
-from satchel.cluster.timing import USUAL
 from tests.worlds.direct import carried
 from tests.worlds.replica.bench import Bench
 

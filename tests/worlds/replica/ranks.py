@@ -29,7 +29,7 @@ from satchel.actors.replica.group.tensor.joining import join
 from satchel.actors.replica.group.tensor.member import Joining
 from satchel.actors.replica.group.tensor.model import Share, SharePart
 from satchel.actors.replica.group.tensor.ranks import Ranks, in_order
-from satchel.cluster.stages import Split
+from satchel.cluster.config.stages import Split
 from tests.worlds.replica.bench import Bench, Received
 from tests.worlds.replica.group import GROUP, KEY, Fault, listener
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from .....cluster.config.stages import Split
 from .....cluster.environment import set_during
 from .....cluster.errors import ModelLoadError
-from .....cluster.stages import Split
 from ..connection import Address
 from .ranks import Ranks
 

@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from .....cluster.config import Model
+from .....cluster.config.config import Model
+from .....cluster.config.stages import Split
+from .....cluster.config.timing import Timing
 from .....cluster.errors import ModelLoadError
-from .....cluster.stages import Split
-from .....cluster.timing import Timing
 from ..connection import Address, Connection
 from .joining import Gather, join, reserved_port
 from .kept import Kept

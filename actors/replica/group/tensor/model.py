@@ -10,13 +10,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ....model_files.layer_ranges import LAYERS
-from ....model_files.model_identity import ModelIdentity
-from ...execution.findings import Findings
-from ...execution.language_inputs import LanguageInputs, separate
-from ...execution.vision import Vision
+from ....model_files.identity.layer_ranges import LAYERS
+from ....model_files.identity.model_identity import ModelIdentity
+from ...execution.media.language_inputs import LanguageInputs, separate
+from ...execution.media.vision import Vision
 from ...kv.caches import ModelCacheSpec
 from ...loading.quirks import FlatCaches
+from ...proving.findings import Findings
 from ..encoder import encoder_of
 from ..opened import Opened
 from .ranks import Ranks

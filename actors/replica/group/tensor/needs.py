@@ -1,13 +1,13 @@
-"""What one share of a model needs, from the headers of its files. `cluster/stages.py` places shares by that."""
+"""What one share of a model needs, from the headers of its files. `cluster/config/stages.py` places shares by that."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from .....cluster.config import Model
+from .....cluster.config.config import Model
+from .....cluster.config.stages import LayerNeeds, ModelNeeds, Stage, share
 from .....cluster.errors import ModelLoadError
-from .....cluster.stages import LayerNeeds, ModelNeeds, Stage, share
 from ....model_files.source import first_sentence
 from ...memory.replica_memory import workspace_of
 from ..needs import TOKENS_MIN, Computed, computed, nbytes_of, open_headers

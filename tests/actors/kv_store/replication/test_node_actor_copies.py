@@ -12,12 +12,12 @@ from satchel.actors.kv_store.agents.roles import LIFE, Place, Role
 from satchel.actors.kv_store.replication.peers import RayPeers
 from satchel.actors.protocol.store_messages import BranchMemory, Content, TakeIn
 from satchel.actors.rpc import client as calls
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import (
     AgentElsewhere,
     AgentNotFound,
     Unavailable,
 )
-from satchel.cluster.timing import USUAL
 from tests.worlds.kv_store.kv_files import MODEL
 from tests.worlds.kv_store.store_nodes import cluster
 

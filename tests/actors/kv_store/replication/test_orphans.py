@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from satchel.actors.kv_store.replication.orphans import RETRY_S, RETURN_S, WAITS_S, Orphans
-from satchel.cluster.timing import USUAL
+from satchel.cluster.config.timing import USUAL
 from tests.simulations.cluster_time import VirtualLoop
 
 TICK_S = 1.0

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.model_files.checkpoints import load_checkpoint
-from satchel.actors.model_files.model_identity import adapted_id
+from satchel.actors.model_files.identity.model_identity import adapted_id
 from satchel.actors.replica.adapters import layers
 from satchel.actors.replica.adapters.rows import Rows
 from satchel.actors.replica.execution import executor

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from satchel.actors.model_files.adapter_infos import all_files, with_adapter
 from satchel.actors.model_files.checkpoints import load_checkpoint
-from satchel.actors.model_files.digests import digest_files
+from satchel.actors.model_files.identity.adapter_infos import all_files, with_adapter
+from satchel.actors.model_files.identity.digests import digest_files
 from satchel.actors.protocol.replica_messages import AdapterInfo
 from satchel.actors.replica.adapters.layers import Matrices, Stack, adapt
 from satchel.actors.replica.adapters.rows import Adapted

@@ -10,7 +10,7 @@ import pytest
 
 from satchel.actors.replica.device import device
 from satchel.actors.replica.device.device import multiplies_exactly, uses_tensor_units
-from satchel.actors.replica.execution.agreement import agree
+from satchel.actors.replica.proving.agreement import agree
 from tests.worlds.replica import metal_on_cpu
 
 

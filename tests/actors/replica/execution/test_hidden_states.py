@@ -15,8 +15,8 @@ from mlx_lm.utils import load_model
 
 from satchel.actors.replica.execution.hidden_states import HiddenStates, find_hidden_states
 from satchel.actors.replica.execution.loaded_model import LoadedModel
+from satchel.actors.replica.execution.media.vision import load_weights
 from satchel.actors.replica.execution.pooling import PoolingText, TextPooler
-from satchel.actors.replica.execution.vision import load_weights
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import GenerationFailed, ModelLoadError
 from tests.worlds.models import families, vision_families

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.model_files.media.processors import PictureProcessor
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.actors.replica.execution.followers import ShownPictures
-from satchel.actors.replica.execution.language_inputs import ImageEmbeddings, SequencePictures
+from satchel.actors.replica.execution.media.language_inputs import ImageEmbeddings, SequencePictures
 from satchel.actors.replica.execution.prefilling import Prefilling
 from satchel.actors.replica.execution.sequence_states import ExecutorSequence
 from satchel.actors.replica.group.forming import Member
@@ -30,7 +30,7 @@ from satchel.actors.replica.group.picture_messages import Wanted, pack_pictures,
 from satchel.actors.replica.group.self_test import prove_group
 from satchel.actors.replica.loading import models
 from satchel.api.media.prompt import Medium
-from satchel.cluster.config import parse_model
+from satchel.cluster.config.config import parse_model
 from tests.worlds.models.vision_families import FAMILIES, write
 from tests.worlds.replica.bench import Bench, Received
 from tests.worlds.replica.group import GROUP, KEY, TIMES, Led, listener, on_a_thread
@@ -39,7 +39,7 @@ from tests.zoo.vision_omni import OMNI
 from tests.zoo.vision_patches import PATCHES
 from tests.zoo.vision_squares import SQUARES
 
-from ..execution.test_vision import noisy, written
+from ..execution.media.test_vision import noisy, written
 from .test_group import follower, same
 
 HOW: dict[str, Any] = {"context_tokens_max": None, "progress": lambda *_: None, "weights": "stored"}

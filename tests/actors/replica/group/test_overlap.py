@@ -18,7 +18,7 @@ from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.micro_batches import AGAIN_STEPS, TRIAL_STEPS, MicroBatchRule
 from satchel.actors.replica.execution.padding import SHAPE_TOKENS, pieces_of
-from satchel.actors.replica.execution.sampling import BatchSampler
+from satchel.actors.replica.execution.sampling.sampling import BatchSampler
 from satchel.actors.replica.group.broken import GroupBroken, Wholeness
 from satchel.actors.replica.group.following import Following
 from satchel.actors.replica.group.forming import Member

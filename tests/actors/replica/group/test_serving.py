@@ -17,7 +17,6 @@ import pytest
 
 from satchel.actors.protocol.group_messages import StageAddress, StageState
 from satchel.actors.protocol.replica_messages import Sampling
-from satchel.actors.replica.execution.findings import Findings
 from satchel.actors.replica.execution.micro_batches import MicroBatchRule
 from satchel.actors.replica.group import serving
 from satchel.actors.replica.group.broken import GroupBroken
@@ -29,12 +28,13 @@ from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.group.self_test import prove_group
 from satchel.actors.replica.group.serving import leaders_bytes
 from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec
+from satchel.actors.replica.proving.findings import Findings
 from satchel.actors.replica.selftest.forced_sequences import ForcedSequence, _Forced
-from satchel.cluster.config import Logs, Scheduling, Traces, parse_model
+from satchel.cluster.config.config import Logs, Scheduling, Traces, parse_model
+from satchel.cluster.config.nodes import Link, Node
+from satchel.cluster.config.stages import GroupPlan, Stage
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import ActorLost, ActorSilent, ModelLoadError, NoRoom
-from satchel.cluster.nodes import Link, Node
-from satchel.cluster.stages import GroupPlan, Stage
-from satchel.cluster.timing import USUAL
 from tests.worlds.models.families import write_model
 from tests.worlds.replica.group import GROUP, KEY, TIMES, Led, listener, on_a_thread
 

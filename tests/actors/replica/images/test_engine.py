@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.model_files.model_identity import ModelIdentity
+from satchel.actors.model_files.identity.model_identity import ModelIdentity
 from satchel.actors.protocol.replica_messages import ImageInfo, ImageRequest, ImageUpdate, Pixels
 from satchel.actors.replica.images.engine import ImageEngine, ImagePace
 from satchel.actors.replica.images.pipeline import FinishedImage

@@ -22,7 +22,7 @@ from satchel.actors.pool.needs import weights_bytes
 from satchel.actors.protocol.replica_messages import ImageRequest, Pixels
 from satchel.actors.replica.images.pipeline import ImagePipeline
 from satchel.api.cli.models.choosing import source_of
-from satchel.cluster.config import Model
+from satchel.cluster.config.config import Model
 from satchel.cluster.errors import InvalidRequest, ModelLoadError
 
 REQUEST = ImageRequest("r", "m", "a red cube on the left", 48, 32, 7, steps=3, guidance=2.0)

@@ -10,8 +10,8 @@ import pytest
 
 from satchel.actors.protocol.replica_messages import ImageRequest, ImageUpdate, Pixels
 from satchel.actors.replica.images.progress import ImageProgress, queue_image
+from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import QueueFull, ReplicaLost, SatchelError, Unavailable
-from satchel.cluster.timing import USUAL
 
 SOON = replace(USUAL, report_s=0.02, consumer_lease_s=0.05)
 FIRST, SECOND = Pixels(1, 1, b"abc"), Pixels(1, 1, b"def")

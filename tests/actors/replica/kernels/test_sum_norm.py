@@ -11,8 +11,8 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from satchel.actors.replica.execution.deferral import CannotDefer
-from satchel.actors.replica.execution.residual_sums import ResidualSums
+from satchel.actors.replica.execution.recorded.deferral import CannotDefer
+from satchel.actors.replica.execution.recorded.residual_sums import ResidualSums
 from satchel.actors.replica.kernels import sum_norm
 from tests.worlds.replica import fake_kernels
 

@@ -15,10 +15,10 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from satchel.actors.replica.device import blas
 from satchel.actors.replica.device.device import on_gpu
-from satchel.actors.replica.execution.agreement import agree
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import joined, models, prepare
 from satchel.actors.replica.loading.joined import Joined, Part
+from satchel.actors.replica.proving.agreement import agree
 from tests.worlds.models import families, vision_families
 
 pytestmark = pytest.mark.skipif(on_gpu(), reason="there models are joined when they are loaded")

@@ -10,11 +10,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from satchel.actors.replica.execution import findings, hidden_states
+from satchel.actors.replica.execution import hidden_states
 from satchel.actors.replica.execution.hidden_states import HiddenStates
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.loading import decode_ways, joined, model_id, models, quirks
+from satchel.actors.replica.proving import findings
 from tests.worlds.models.families import write_model
 
 TOKENS = mx.array([[3, 1, 4, 1, 5]], mx.uint32)

@@ -9,10 +9,10 @@ import mlx.core as mx
 import pytest
 
 from satchel.actors.replica.execution.decode_way import DecodeWay
-from satchel.actors.replica.execution.findings import Findings
 from satchel.actors.replica.kernels import gpu_kernels
 from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.loading import decode_ways
+from satchel.actors.replica.proving.findings import Findings
 
 WITH_KERNEL = DecodeWay(Reads.KERNEL, compiled=True)
 NOBODY: Any = None

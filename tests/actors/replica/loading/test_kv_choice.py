@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from satchel.actors.replica.execution.divergence import Scores
 from satchel.actors.replica.execution.loaded_model import IN_CONFIG, LoadedModel
 from satchel.actors.replica.kernels import sealing
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.loading import kv_choice, models, real_text
 from satchel.actors.replica.loading.kv_choice import KL_MAX, Measured, decide
 from satchel.actors.replica.loading.models import EMBEDDED
+from satchel.actors.replica.proving.divergence import Scores
 from tests.worlds.models.families import write_model
 
 GOOD, BAD, NONE = KL_MAX / 2, KL_MAX * 2, float("nan")

@@ -15,8 +15,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.model_files.digests import digest_files
-from satchel.actors.model_files.model_identity import ModelIdentity
+from satchel.actors.model_files.identity.digests import digest_files
+from satchel.actors.model_files.identity.model_identity import ModelIdentity
 from satchel.actors.model_files.weights import read_weight_file
 from satchel.actors.replica.device import device
 from satchel.actors.replica.execution.loaded_model import LoadedModel

@@ -14,13 +14,13 @@ from mlx_vlm.models.cache import make_prompt_cache
 from satchel.actors.protocol.media_ids import audio_hash, media_key, media_tokens
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.actors.replica.device.device import as_numpy
-from satchel.actors.replica.execution.audio import as_arrays
 from satchel.actors.replica.execution.loaded_model import LoadedModel
+from satchel.actors.replica.execution.media.audio import as_arrays
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.actors.replica.selftest import audio as audio_test
 from satchel.actors.replica.selftest import self_test
-from satchel.cluster.config import Model
+from satchel.cluster.config.config import Model
 from satchel.cluster.errors import InvalidRequest, PictureLost
 from tests.worlds.replica.bench import Bench
 from tests.worlds.sounds import tone

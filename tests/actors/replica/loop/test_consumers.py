@@ -13,7 +13,7 @@ from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.loop.consumers import Consumers
 from satchel.actors.router.actor import RouterActor
-from satchel.cluster.timing import Timing
+from satchel.cluster.config.timing import Timing
 
 
 class Readers:

@@ -15,12 +15,12 @@ import pytest
 from PIL import Image
 
 from satchel.actors.kv_store.agents.claims import Branch, Claims
-from satchel.actors.model_files.processors import PictureProcessor
+from satchel.actors.model_files.media.processors import PictureProcessor
 from satchel.actors.protocol.block_ids import root_id
 from satchel.actors.protocol.media_ids import media_key, media_tokens, picture_hash
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.execution.vision import Vision
+from satchel.actors.replica.execution.media.vision import Vision
 from satchel.actors.replica.loading import models, warm_up
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.cluster.errors import PictureLost, QueueFull

@@ -16,7 +16,7 @@ import mlx.core as mx
 import pytest
 
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.execution.ready import Ready
+from satchel.actors.replica.execution.sampling.ready import Ready
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import Draining, ReplicaLeaves, SatchelError, from_wire

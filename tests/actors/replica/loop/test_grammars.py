@@ -13,11 +13,11 @@ import jsonschema_rs
 import pytest
 from tokenizers import Tokenizer
 
-from satchel.actors.model_files.grammar_compiler import GrammarCompiler
+from satchel.actors.model_files.text.grammar_compiler import GrammarCompiler
 from satchel.actors.replica.drafting.pace import DraftPace
 from satchel.actors.replica.execution import executor
-from satchel.actors.replica.execution.grammar import PARALLEL_SEQUENCES_MIN, MaskMaker, SequenceGrammar
 from satchel.actors.replica.execution.loaded_model import LoadedModel
+from satchel.actors.replica.execution.sampling.grammar import PARALLEL_SEQUENCES_MIN, MaskMaker, SequenceGrammar
 from satchel.actors.replica.kernels import gpu_kernels
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import InvalidRequest

@@ -12,14 +12,14 @@ import pytest
 
 from satchel.actors.replica.device.device import as_numpy, settle
 from satchel.actors.replica.device.device_errors import DeviceFailed, on_device
-from satchel.actors.replica.execution.findings import NOWHERE
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.execution.pieces import IN_ONE_PIECE
-from satchel.actors.replica.execution.ready import Ready
+from satchel.actors.replica.execution.sampling.ready import Ready
 from satchel.actors.replica.kernels import sealing
 from satchel.actors.replica.kv import caches, sequence_view
 from satchel.actors.replica.kv.paged_cache import PagedKVCache
 from satchel.actors.replica.memory.disk_tier import DiskTier
+from satchel.actors.replica.proving.findings import NOWHERE
+from satchel.actors.replica.proving.pieces import IN_ONE_PIECE
 from satchel.actors.replica.selftest import self_test
 from satchel.cluster.errors import Unavailable
 from tests.worlds.replica.bench import Bench, load_tiny

@@ -14,10 +14,10 @@ import pytest
 from satchel.actors.replica.device.device import device_bytes, device_kind, device_name, has_tensor_units
 from satchel.actors.replica.memory import replica_memory
 from satchel.actors.replica.memory.replica_memory import ReplicaMemory
-from satchel.cluster import available_memory
-from satchel.cluster.available_memory import MacPages
-from satchel.cluster.config import Scheduling
-from satchel.cluster.nodes import Node
+from satchel.cluster.config.config import Scheduling
+from satchel.cluster.config.nodes import Node
+from satchel.cluster.devices import available_memory
+from satchel.cluster.devices.available_memory import MacPages
 from tests.worlds.fake_mac import GIB, FakeMac, fake_gpu, fake_mac, other_values
 
 PAGES_A_GIB = GIB // 16_384

@@ -14,9 +14,9 @@ import pytest
 
 from satchel.actors.replica.memory import replica_memory
 from satchel.actors.replica.memory.replica_memory import ReplicaMemory
-from satchel.cluster.config import Scheduling
+from satchel.cluster.config.config import Scheduling
+from satchel.cluster.config.nodes import Node
 from satchel.cluster.errors import ModelLoadError, NoRoom
-from satchel.cluster.nodes import Node
 from tests.worlds.replica.bench import load_tiny
 
 GIB = 2**30

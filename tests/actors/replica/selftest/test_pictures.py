@@ -14,13 +14,13 @@ import pytest
 from mlx_lm.utils import _get_classes, save_model
 from PIL import Image
 
-from satchel.actors.model_files.processors import NO_PLACE_FOR_VIDEOS, sees, sight
+from satchel.actors.model_files.media.processors import NO_PLACE_FOR_VIDEOS, sees, sight
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.selftest import pictures
 from satchel.actors.replica.selftest.self_test import prove
 from satchel.api.requests.conversation import with_shown
-from satchel.cluster.config import Model
+from satchel.cluster.config.config import Model
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.models.families import random_weights
 from tests.worlds.models.vision_families import write_files, write_model

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from satchel.actors.replica.execution.divergence import Scores, compare
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
+from satchel.actors.replica.proving.divergence import Scores, compare
 from satchel.actors.replica.selftest import probe as probing
 from satchel.actors.replica.selftest import probe_texts
 from satchel.actors.replica.selftest.probe import (

@@ -22,7 +22,7 @@ from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.models import resealed
 from satchel.actors.replica.selftest import self_test
 from satchel.actors.replica.selftest.self_test import Proven, prove
-from satchel.cluster.config import Model, Scheduling
+from satchel.cluster.config.config import Model, Scheduling
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.models.families import PECULIAR, UNBATCHED, write_model
 from tests.worlds.replica.bench import load_tiny

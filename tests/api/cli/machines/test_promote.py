@@ -1,5 +1,5 @@
-"""The state of a home before it becomes the head in place of a lost one. `tests/system/test_members.py` tests that the
-cluster then runs."""
+"""The state of a home before it becomes the head in place of a lost one. `tests/system/hosts/test_members.py` tests
+that the cluster then runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import pytest
 
 from satchel.api.cli.machines.promote import promote
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Config, load_config, parse_config
+from satchel.cluster.config.config import Config, load_config, parse_config
+from satchel.cluster.config.nodes import Node
 from satchel.cluster.connection import ClusterRecord, versions
 from satchel.cluster.errors import ClusterError, HomeInUse, PortInUse
 from satchel.cluster.home import Home, ensure_token, prepare_home, write_private, write_private_json
 from satchel.cluster.keys import create_key, read_keys
-from satchel.cluster.nodes import Node
 from satchel.cluster.processes import ProcessMark
 from satchel.cluster.trust.admission import enter
 from satchel.cluster.trust.certificates import own_fingerprint

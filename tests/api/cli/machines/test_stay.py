@@ -19,10 +19,10 @@ from satchel.api.cli.machines import stay
 from satchel.api.cli.machines.service import leave
 from satchel.api.cli.machines.stay import invited, named_node, own_node
 from satchel.cluster.bring_up.launch import JoinOrder
+from satchel.cluster.config.nodes import Node
 from satchel.cluster.errors import ClusterError, HomeInUse
 from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.node_keeper import find_keeper
-from satchel.cluster.nodes import Node
 from satchel.cluster.trust.invitations import Invitation, remember
 from satchel.cluster.trust.members import Member, Members
 from satchel.cluster.trust.takeover_state import TakeoverState, keep_takeover_state

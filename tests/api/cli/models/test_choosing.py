@@ -14,7 +14,7 @@ from satchel.api.cli import serve as cli_serve
 from satchel.api.cli.main import app
 from satchel.api.cli.models.choosing import Choice
 from satchel.api.cli.options import LogFormat
-from satchel.cluster.config import Config, Model, default_config
+from satchel.cluster.config.config import Config, Model, default_config
 from satchel.cluster.errors import ConfigError, SatchelError
 
 

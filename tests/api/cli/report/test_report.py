@@ -20,7 +20,7 @@ from satchel.api.cli.report import run
 from satchel.api.cli.report.measuring import Measured, child_command, measure
 from satchel.cluster.bring_up.check import Check
 from satchel.cluster.bring_up.facts import machine_facts
-from satchel.cluster.config import default_config, parse_config
+from satchel.cluster.config.config import default_config, parse_config
 from satchel.cluster.errors import ClusterError
 from satchel.cluster.home import Home
 from satchel.cluster.incidents import note_incident

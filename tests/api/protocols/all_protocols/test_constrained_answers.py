@@ -22,7 +22,7 @@ import pytest_asyncio
 from satchel.api.agents.memory import AgentMemory
 from satchel.api.app import create_app
 from satchel.api.pipeline.generation import Generator
-from satchel.cluster.config import Config, parse_config
+from satchel.cluster.config.config import Config, parse_config
 from tests.worlds.api.engine_backend import EngineBackend
 from tests.worlds.api.remembering import LocalStore
 

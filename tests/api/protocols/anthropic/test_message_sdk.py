@@ -12,7 +12,7 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from satchel.cluster.config import parse_config
+from satchel.cluster.config.config import parse_config
 from tests.worlds.api.engine_backend import remembering_app
 
 if TYPE_CHECKING:

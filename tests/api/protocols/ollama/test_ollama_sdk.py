@@ -18,7 +18,7 @@ from PIL import Image
 from satchel.actors.protocol.media_ids import is_media_token
 from satchel.api.app import create_app
 from satchel.api.text.model import load_text_model
-from satchel.cluster.config import Config, parse_config
+from satchel.cluster.config.config import Config, parse_config
 from tests.worlds.api.engine_backend import remembering_app
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.served_models import served_model

@@ -12,7 +12,7 @@ import pytest
 
 from satchel.api.app import create_app
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.cluster.config import Config
+from satchel.cluster.config.config import Config
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.served_models import served_model
 from tests.worlds.sounds import tone, wav

@@ -23,7 +23,7 @@ from satchel.actors.replica.loading.models import EMBEDDED
 from satchel.api.app import create_app
 from satchel.api.pipeline.vectors import TEXTS_MAX
 from satchel.api.text.model import load_text_model
-from satchel.cluster.config import Config, parse_config
+from satchel.cluster.config.config import Config, parse_config
 from satchel.cluster.errors import QueueFull
 from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import KeyRing, create_key

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.model_files.infill import InfillMarks, infill_marks
+from satchel.actors.model_files.text.infill import InfillMarks, infill_marks
 from satchel.actors.protocol.replica_messages import SequenceUpdate
 from tests.worlds.api.served_models import served_model
 

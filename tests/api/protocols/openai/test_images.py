@@ -23,7 +23,7 @@ from satchel.api.app import create_app
 from satchel.api.http.server import HttpServer
 from satchel.api.protocols.openai.image_answers import encoded_image
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Config
+from satchel.cluster.config.config import Config
 from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import OWNER, KeyRing, create_key
 from tests.worlds.api.fake_backend import tiny_backend

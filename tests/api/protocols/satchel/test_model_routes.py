@@ -16,7 +16,7 @@ from satchel.api.app import create_app
 from satchel.api.requests.backend import ListedModel
 from satchel.api.requests.loading import Loading
 from satchel.cluster.audit import Audit
-from satchel.cluster.config import Config
+from satchel.cluster.config.config import Config
 from satchel.cluster.errors import InvalidRequest, ModelBusy, ModelLoadError
 from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import KeyRing, create_key

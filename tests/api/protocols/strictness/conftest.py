@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from satchel.api.app import create_app
 from satchel.api.text.model import TextModel
-from satchel.cluster.config import Config
+from satchel.cluster.config.config import Config
 from tests.worlds.api.fake_backend import FakeBackend, tiny_backend
 
 

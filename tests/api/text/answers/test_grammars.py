@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.model_files.grammar_compiler import GrammarCompiler
+from satchel.actors.model_files.text.grammar_compiler import GrammarCompiler
 from satchel.api.pipeline.constrained_answers import ModelGrammars
 from satchel.api.text.answers.grammars import AnswerForm, Thought
 from satchel.api.text.model import TextModel, load_text_model

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from satchel.actors.model_files.grammar_compiler import GrammarCompiler
+from satchel.actors.model_files.text.grammar_compiler import GrammarCompiler
 from satchel.api.pipeline.constrained_answers import ModelGrammars
 from satchel.api.text.answers.grammars import AnswerForm, Thought
 from satchel.api.text.model import TextModel, load_text_model

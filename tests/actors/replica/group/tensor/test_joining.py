@@ -18,8 +18,8 @@ from satchel.actors.replica.group.tensor import joining, member
 from satchel.actors.replica.group.tensor.joining import join, refuse_missing
 from satchel.actors.replica.group.tensor.member import Joining
 from satchel.actors.replica.group.tensor.ranks import Ranks
+from satchel.cluster.config.stages import Split
 from satchel.cluster.errors import ModelLoadError
-from satchel.cluster.stages import Split
 from tests.worlds.replica.group import KEY, listener, on_a_thread
 
 ADDRESSES = [("10.0.0.1", 4001), ("10.0.0.2", 4002)]

@@ -17,7 +17,7 @@ from satchel.actors.replica.group.loading import load_part
 from satchel.actors.replica.group.tensor.model import SharePart
 from satchel.actors.replica.group.tensor.ranks import Ranks
 from satchel.actors.replica.group.tensor.sharding import SHARDED_TYPES, shard
-from satchel.cluster.config import Model, Scheduling, parse_model
+from satchel.cluster.config.config import Model, Scheduling, parse_model
 from satchel.cluster.errors import ModelLoadError, NoRoom
 from tests.worlds.models.families import write_model
 from tests.worlds.models.vision_families import write

@@ -1,0 +1,101 @@
+"""Computes residual sums and the norms after them as one operation each, while a step is recorded.
+
+During the recording, stand-ins replace the norms of a model's layers. Each takes the sum of the stream before the last
+norm and of what the layer's part after that norm has returned, and gives the norm of it. The model goes on to compute
+the sums itself, but what it computes is used by nothing that is recorded, so it is left out.
+
+If a model adds something else, such as scaled outputs or those of two parts at once, the results differ.
+`loading/decode_ways.py` compares them, and finds out whether a step takes less time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from ....patches import stood_in
+from ...kernels import sum_norm
+from ...kernels.head_transform import Norm
+from .deferral import CannotDefer
+
+
+class _Part:
+    """Stands for a part of a layer, such as attention, whose output is noted."""
+
+    def __init__(self, module: nn.Module, note: Callable[[Any], None]) -> None:
+        self._module, self._note = module, note
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        out = self._module(*given, **named)
+        self._note(out)
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class ResidualSums:
+    """The norms of one model that follow a residual sum. Used on the engine's thread."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._sites: list[tuple[Any, str, Any]] = []
+        self._stream: mx.array | None = None
+        self._added: Any = None
+        for _, module in model.named_modules():
+            self._find(module)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._sites
+
+    def _find(self, module: nn.Module) -> None:
+        """Adds the children of a layer, and the norm after the last one."""
+        children = {name: child for name, child in module.items() if isinstance(child, nn.Module)}
+        # Those of heads are not the stream's.
+        norms = {
+            name: norm
+            for name, child in children.items()
+            if name[0] not in "qk" and (norm := Norm.of(child)) is not None
+        }
+        if norms:
+            for name, child in children.items():
+                stand_in = self._norm(norms[name]) if name in norms else _Part(child, self._note)
+                self._sites.append((module, name, stand_in))
+
+    def _note(self, out: Any) -> None:
+        self._added = out
+
+    def _norm(self, norm: Norm) -> Callable[[mx.array], mx.array]:
+        epsilon = mx.array([norm.eps], mx.float32)
+
+        def call(x: mx.array) -> mx.array:
+            stream, added, self._added = self._stream, self._added, None
+            if x is added:
+                # A part's output is normed before it is added.
+                self._added = norm.module(x)
+                return self._added
+            if stream is None:
+                self._stream = x
+                return norm.module(x)
+            if not isinstance(added, mx.array) or not stream.shape == added.shape == x.shape:
+                raise CannotDefer("nothing was computed since the last norm that could be added to the stream")
+            if not stream.dtype == added.dtype == x.dtype:
+                raise CannotDefer("the stream has another dtype than what is added to it")
+            self._stream, normed = sum_norm.sum_norm(stream, added, norm.weight, epsilon)
+            return normed
+
+        return call
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Puts the stand-ins in place."""
+        self._stream = self._added = None
+        try:
+            with stood_in(self._sites).for_now():
+                yield
+        finally:
+            self._stream = self._added = None

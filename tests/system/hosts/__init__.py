@@ -1,0 +1,1 @@
+"""A cluster on several hosts, which are network namespaces of one machine."""

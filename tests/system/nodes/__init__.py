@@ -1,0 +1,1 @@
+"""Several nodes on one machine, and models that are divided between them."""
