@@ -39,9 +39,6 @@ class FormParts:
         content_type: the request's header.
         refusal: the message if it is no form.
 
-    Attributes:
-        ended: whether the form's last line was there.
-
     Raises:
         UnsupportedMediaType: it is no form.
         InvalidRequest: its boundary is malformed.
@@ -51,7 +48,7 @@ class FormParts:
         kind, options = parse_options_header(content_type)
         if kind != FORM.encode() or not options.get(b"boundary"):
             raise UnsupportedMediaType(refusal)
-        self.ended = False
+        self._ended = False
         self._header, self._value, self._headers = b"", b"", dict[bytes, bytes]()
         callbacks: MultipartCallbacks = {
             "on_part_begin": self._begin,
@@ -72,9 +69,11 @@ class FormParts:
             self._parser.write(piece)
 
     def finish(self) -> None:
-        """Ends the form. Raises `InvalidRequest` if the parser knows that it is not complete."""
+        """Ends the form. Raises `InvalidRequest` if its last line is missing."""
         with _malformed("cut off"):
             self._parser.finalize()
+        if not self._ended:
+            raise InvalidRequest("the form is cut off")
 
     def _part_begins(self, headers: Mapping[bytes, bytes]) -> None:
         """Takes a part's headers, by their names in small letters."""
@@ -101,7 +100,7 @@ class FormParts:
         self._header = self._value = b""
 
     def _end(self) -> None:
-        self.ended = True
+        self._ended = True
 
 
 @contextmanager
@@ -128,8 +127,6 @@ def parse_form(content_type: str, data: bytes | bytearray) -> Form:
     parts = _InMemory(content_type, f"send a form ({FORM})")
     parts.add(bytes(data))
     parts.finish()
-    if not parts.ended:
-        raise InvalidRequest("the form is cut off")
     return parts.form
 
 

@@ -235,11 +235,18 @@ async def test_files_are_listed_described_and_deleted(endpoint: Endpoint):
 FORM = "multipart/form-data; boundary=b"
 NO_FILE = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
 CUT = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\nab'
+NO_LAST_LINE = NO_FILE.removesuffix(b"--b--\r\n") + CUT + b"\r\n--b\r\n"
 
 
 @pytest.mark.parametrize(
     ("content", "kind", "status"),
-    [(b"{}", "application/json", 415), (b"nonsense", FORM, 400), (NO_FILE, FORM, 400), (CUT, FORM, 400)],
+    [
+        (b"{}", "application/json", 415),
+        (b"nonsense", FORM, 400),
+        (NO_FILE, FORM, 400),
+        (CUT, FORM, 400),
+        (NO_LAST_LINE, FORM, 400),
+    ],
 )
 async def test_a_form_that_is_none_is_refused_and_leaves_nothing(
     endpoint: Endpoint, content: bytes, kind: str, status: int
