@@ -32,7 +32,7 @@ from ...rpc.shell import answers
 from ...supervision.watchdog import Watchdog
 from ..loading import compile_ahead
 from ..memory.budget import bearable_bytes
-from ..memory.other_layers import disk_tier_of
+from ..memory.other_parts import disk_tier_of
 from ..memory.replica_memory import ReplicaMemory
 from .broken import GroupBroken
 from .ending import end_soon

@@ -23,7 +23,7 @@ from ..execution.loaded_model import LoadedModel
 from ..kv.caches import ModelCacheSpec
 from ..loading.warm_up import WarmUp
 from ..loop.engine import Engine
-from ..memory.other_layers import disk_tier_of
+from ..memory.other_parts import disk_tier_of
 from ..memory.replica_memory import ReplicaMemory
 from ..selftest.self_test import Proven
 from ..serving import COMPILES_TIMES, Serving
