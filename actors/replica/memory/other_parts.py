@@ -73,7 +73,7 @@ class OtherParts:
         part: the process's, of a model with `count` layers, with its `spec`.
         store: of the process's node.
         remotes: other nodes whose disks may have KV. If that is a function, it is called only if this node's disk has
-            KV of other parts.
+            KV of other parts, and of the process's own part nothing is pulled: the router says from where that comes.
         pull_s: how long a pull may take.
     """
 
@@ -162,7 +162,8 @@ class OtherParts:
 
     def _pull(self, remote: Remote, prompt: Prompt) -> None:
         """Pulls what another node has and this one has not."""
-        for model in self._on(remote.store, remote.node):
+        skipped = {self._model} if callable(self._remotes) else set[bytes]()
+        for model in {*self._on(remote.store, remote.node)} - skipped:
             with self._found({model}, prompt) as here, self._found({model}, prompt, remote.store) as there:
                 known, more = here[model], there[model]
             if (len(more.blocks), _tail(more)) <= (len(known.blocks), _tail(known)):
@@ -260,21 +261,8 @@ class OtherParts:
         return made
 
     def _join(self, pieces: Sequence[Piece], found: Mapping[ModelPart, StoredEntry]) -> Joined | None:
-        """Returns what pieces of entries of the same tokens are together; None if a layer is missing, or if its heads
-        are not divided equally."""
-        cut: dict[int, dict[str, list[np.ndarray]]] = {}
-        for piece in pieces:
-            for layer, kind, array in _cut(found[piece.source], piece, self._part):
-                if piece.source.heads != self._part.heads:
-                    heads = _heads(array, piece, self._part, self._spec.layers[layer].heads)
-                    if heads is None:
-                        return None
-                    array = heads
-                cut.setdefault(layer, {}).setdefault(f"{layer}.{kind}", []).append(array)
-        parts = {
-            layer: {name: each[0] if len(each) == 1 else np.concatenate(each, axis=1) for name, each in arrays.items()}
-            for layer, arrays in cut.items()
-        }
+        """Returns what pieces of entries of the same tokens are together; None if a layer is missing, or if heads are
+        not those of the part."""
 
         def of(wanted: Callable[[LayerSpec], bool]) -> list[Location]:
             """The entries of which such layers are taken."""
@@ -288,21 +276,44 @@ class OtherParts:
         window_from = max((each.window_from for each in of(lambda layer: bool(layer.window))), default=0)
         recurrent = of(lambda layer: layer.kind is LayerKind.RECURRENT)
         snapshot = bool(recurrent) and all(each.snapshot for each in recurrent)
+        if (parts := self._arrays(pieces, found, window_from)) is None:
+            return None
         made, states = dict[str, np.ndarray](), dict[str, np.ndarray]()
-        tokens = len(unpack_tokens(found[pieces[0].source].location.tokens))
         for number, layer in enumerate(self._spec.layers):
             own = parts.get(number, {})
             if layer.kind is LayerKind.RECURRENT:
                 states |= own if snapshot else {}
                 continue
-            if layer.window and window_from:
-                own = _behind(own, tokens - window_from)
-            elif not own:
+            if not own and not (layer.window and window_from):
                 return None
             if own and not _fits(own, layer):
                 return None
             made |= own
         return Joined(slab_codec.completed(made | states), {"window_from": window_from, "snapshot": snapshot})
+
+    def _arrays(
+        self, pieces: Sequence[Piece], found: Mapping[ModelPart, StoredEntry], window_from: int
+    ) -> dict[int, dict[str, np.ndarray]] | None:
+        """Returns the arrays of each layer by name, put together of the pieces' heads. Window layers lack the first
+        `window_from` tokens. None if a layer's heads are not divided equally."""
+        heads: dict[int, dict[str, list[np.ndarray]]] = {}
+        for piece in pieces:
+            stored = found[piece.source]
+            kept = len(unpack_tokens(stored.location.tokens)) - window_from
+            for layer, kind, array in _cut(stored, piece, self._part):
+                spec = self._spec.layers[layer]
+                own: np.ndarray | None = array
+                if piece.source.heads != self._part.heads:
+                    own = _heads(array, piece, self._part, spec.heads)
+                if own is None:
+                    return None
+                if spec.window and window_from:
+                    if not kept:
+                        continue
+                    # A sealed block is there for all tokens or for none.
+                    own = own[:, :, -kept:]
+                heads.setdefault(layer, {}).setdefault(f"{layer}.{kind}", []).append(own)
+        return {layer: {name: _side_by_side(each) for name, each in arrays.items()} for layer, arrays in heads.items()}
 
     def _write(self, session: WriterSession, entries: Sequence[Entry]) -> None:
         for group in grouped(entries):
@@ -361,10 +372,9 @@ def _fits(arrays: Mapping[str, np.ndarray], layer: LayerSpec) -> bool:
     return -(-sum(array.nbytes for array in arrays.values()) // tokens) == token_bytes
 
 
-def _behind(arrays: Mapping[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
-    """Returns a window layer's arrays, `(1, heads, tokens, dim)`, for the last `tokens` tokens of an entry. A sealed
-    block is there for all tokens or for none."""
-    return {name: array[:, :, -tokens:] for name, array in arrays.items()} if tokens > 0 else {}
+def _side_by_side(heads: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns arrays of KV, each `(1, heads, ...)`, as one."""
+    return heads[0] if len(heads) == 1 else np.concatenate(heads, axis=1)
 
 
 def _tail(found: FoundKV) -> int:
