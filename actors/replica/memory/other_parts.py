@@ -45,7 +45,7 @@ KNOWN_S = 10.0
 """How long it is taken for true which models' KV a node's disk has."""
 
 AGAIN_S = 60.0
-"""How long a node that failed is not asked."""
+"""How long a node or a router that failed is not asked."""
 
 TAILS_MAX = 4
 """How many tails of a range are looked at."""
@@ -95,6 +95,7 @@ class OtherParts:
             self._parts = {model: each for model, each in self._parts.items() if each.heads == part.heads}
         self._pull_s = pull_s
         self._known: dict[str, tuple[float, list[bytes]]] = {}
+        self._found_remotes: tuple[float, Sequence[Remote]] = (0.0, ())
 
     @classmethod
     def of(
@@ -144,7 +145,17 @@ class OtherParts:
         """Returns the other nodes whose disks may have KV."""
         if not callable(self._remotes):
             return self._remotes
-        return self._remotes() if {*self._on(self._store, "")} - {self._model} else ()
+        if not {*self._on(self._store, "")} - {self._model}:
+            return ()
+        until, remotes = self._found_remotes
+        if time.monotonic() >= until:
+            try:
+                remotes, known_s = self._remotes(), KNOWN_S
+            except SatchelError as error:
+                logger.warning("no KV comes from other nodes: %s", error.message)
+                remotes, known_s = (), AGAIN_S
+            self._found_remotes = time.monotonic() + known_s, remotes
+        return remotes
 
     def _on(self, store: StoreClient, node: str) -> list[bytes]:
         """Returns the models on a node's disk that have KV of this process's part."""

@@ -24,6 +24,7 @@ from satchel.actors.replica.kv.caches import LayerKV, ModelCacheSpec, Slab, read
 from satchel.actors.replica.memory import slab_codec
 from satchel.actors.replica.memory.disk_tier import DiskTier, Prompt
 from satchel.actors.replica.memory.other_parts import OtherParts, Remote
+from satchel.cluster.errors import NoAnswer
 from tests.worlds.replica.bench_disk import Node
 
 HEADS, DIM, VALUE_DIM = 12, 32, 48
@@ -243,6 +244,17 @@ def test_a_share_that_only_another_node_has_is_pulled(nodes: list[Node]):
     assert kind.bring(here, ALL) == 0 and not read(here, ALL)
     assert kind.bring(here, ALL, remotes) == BLOCKS and asked
     equal(read(here, ALL), kind.expected(ALL))
+
+
+def test_what_is_here_is_used_though_nobody_says_which_other_nodes_there_are(nodes: list[Node]):
+    kind, (node, _) = Kind(), nodes
+
+    def remotes() -> list[Remote]:
+        raise NoAnswer("the router does not answer")
+
+    for part in shares(2):
+        kind.write(node, part)
+    assert kind.bring(node, ALL, remotes) == BLOCKS
 
 
 def test_windows_have_as_much_as_all_shares(nodes: list[Node]):

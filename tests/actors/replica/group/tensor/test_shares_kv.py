@@ -59,7 +59,7 @@ def test_an_agent_talks_with_a_model_whole_then_in_two_shares_and_back(
     node = Node(homes[0])
     first = turn(Bench(loaded, disk=disk_of(loaded, node)), tokens_of(length, 1), AGENT, 20)
     node.store.close()
-    shutil.copytree(*homes)
+    shutil.copytree(homes[0], homes[1])
     prompt = [*tokens_of(length, 1), *first.tokens, *tokens_of(30, 2)]
     with ranks_of(folder, 2, kv=kv, disks=homes) as ranks:
         second = ranks.ask(turn, prompt, AGENT, 300)
