@@ -287,6 +287,8 @@ def test_states_are_used_by_other_layers_but_not_by_other_shares(nodes: list[Nod
     for part in shares(2):
         kind.write(there, part)
     assert kind.bring(there, ALL) == 0
+    assert kind.bring(here, ALL, [Remote("1", there.client)]) == 0
+    assert not {*here.client.kv_models("").wait()} & {*map(model_of, shares(2))}, "nothing useless is pulled"
 
 
 def test_heads_that_do_not_fit_are_computed_again(nodes: list[Node]):
