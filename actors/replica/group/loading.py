@@ -44,11 +44,11 @@ from ..loading.models import pick_dtype
 from ..loading.prepare import prepare_weights
 from ..loading.quirks import with_windows
 from ..proving.findings import Findings
-from .encoder import encoder_of
-from .needs import policy_of
-from .opened import Opened, open_lazily
-from .pipeline import PipelinedStage
-from .stages import Stage
+from .division.needs import policy_of
+from .division.opened import Opened, open_lazily
+from .division.pipeline import PipelinedStage
+from .division.stages import Stage
+from .pictures.encoder import encoder_of
 from .tensor.joining import refuse_missing
 from .tensor.model import SharePart
 from .tensor.ranks import Ranks

@@ -27,11 +27,11 @@ from ..memory.other_parts import disk_tier_of
 from ..memory.replica_memory import ReplicaMemory
 from ..selftest.self_test import Proven
 from ..serving import COMPILES_TIMES, Serving
-from .broken import GroupBroken, in_words
-from .ending import end_soon
+from .calls.leading import Leading
 from .followers import Followers
 from .forming import GroupTimes, Member
-from .leading import Leading
+from .link.broken import GroupBroken, in_words
+from .link.ending import end_soon
 from .loading import load_planned
 from .parts import GroupDisk
 from .self_test import prove_group

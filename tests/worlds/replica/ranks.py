@@ -25,9 +25,9 @@ import numpy as np
 from satchel.actors.protocol.group_messages import FoundPart, ReadPart
 from satchel.actors.replica.device import blas
 from satchel.actors.replica.execution.loaded_model import LoadedModel
+from satchel.actors.replica.group.division.opened import Opened
 from satchel.actors.replica.group.forming import GroupTimes, Member
 from satchel.actors.replica.group.loading import load_part
-from satchel.actors.replica.group.opened import Opened
 from satchel.actors.replica.group.parts import FollowerParts, GroupDisk
 from satchel.actors.replica.group.tensor.joining import join
 from satchel.actors.replica.group.tensor.member import Joining

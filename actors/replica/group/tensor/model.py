@@ -17,8 +17,8 @@ from ...execution.media.vision import Vision
 from ...kv.caches import ModelCacheSpec
 from ...loading.quirks import FlatCaches
 from ...proving.findings import Findings
-from ..encoder import encoder_of
-from ..opened import Opened
+from ..division.opened import Opened
+from ..pictures.encoder import encoder_of
 from .ranks import Ranks
 from .sharding import shard
 

@@ -23,7 +23,7 @@ from satchel.actors.replica.kv.caches import read_spec
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory.disk_tier import DiskTier, Prompt
 from satchel.actors.replica.memory.other_parts import OtherParts, Remote
-from tests.actors.replica.group.test_overlap import Whims
+from tests.actors.replica.group.calls.test_overlap import Whims
 from tests.worlds.models.families import write_model
 from tests.worlds.replica.bench import Bench
 from tests.worlds.replica.bench_disk import Node, process, write_down
