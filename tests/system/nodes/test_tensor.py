@@ -15,8 +15,8 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.cluster.bring_up.ports import free_port
 
-from .hosts.hosts import Said, Talk, wait_until
-from .serving import RECALL, kill_everything, serving
+from ..hosts.hosts import Said, Talk, wait_until
+from ..serving import RECALL, kill_everything, serving
 from .test_divided import CODES, NUMBERS, RETURN_S, command_of, stages
 
 SPLIT = {"tensor": 2, "backend": "ring", "trusted_wires": True}
