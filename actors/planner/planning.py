@@ -15,7 +15,7 @@ from ...cluster.errors import NoRoom
 from ..model_files.source import found_here, headers_of
 
 if TYPE_CHECKING:
-    from ..replica.group.needs import Headers
+    from ..replica.group.division.needs import Headers
 
 
 def memory_of(node: Node, scheduling: Scheduling) -> int:
@@ -36,7 +36,7 @@ def stages_of(model: Model, memory_bytes: Mapping[str, int], scheduling: Schedul
         NoRoom: it does not fit; the message has all sizes.
         ModelLoadError: it cannot be served, or not be divided.
     """
-    from ..replica.group.needs import read_headers
+    from ..replica.group.division.needs import read_headers
     from ..replica.group.tensor.needs import shares_of
 
     assert model.split is not None

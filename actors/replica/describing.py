@@ -59,7 +59,7 @@ def model_info(replica: str, node: str, model: Model, engine: Engine, proving: P
         pid=os.getpid(),
         **loaded.media,
         embedding=loaded.embedding,
-        joins=loaded.layers[1] if loaded.layers is not None else 0,
+        joins=loaded.part[1] if loaded.part is not None else 0,
         notes=notes,
         adapters=[AdapterInfo(each.name, each.digest, dict(each.files), each.rank) for each in loaded.adapters.all],
         **proving,

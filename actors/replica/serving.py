@@ -32,7 +32,7 @@ from .loading import compile_ahead, models
 from .loading.warm_up import WarmUp, meet_prompts
 from .loop.engine import Engine
 from .memory.disk_tier import DiskTier
-from .memory.other_layers import disk_tier_of
+from .memory.other_parts import disk_tier_of
 from .memory.replica_memory import ReplicaMemory
 from .plain_mode import PlainMode
 from .reports import EngineReports
@@ -147,7 +147,7 @@ class Serving:
         """Returns what writes and reads a model's KV; None if it cannot be kept."""
         if not loaded.spec.reusable:
             return None
-        return disk_tier_of(loaded, self._node.name, (), self._scheduling, self._timing)
+        return disk_tier_of(loaded, self._node.name, None, self._scheduling, self._timing)
 
     def _bearable(self, share_bytes: int) -> int:
         """Returns how much of this process's part of the memory the model may use, in bytes."""

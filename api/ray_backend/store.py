@@ -10,11 +10,11 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ...actors.model_files.identity.layer_ranges import LayerRange, identity_of, ids_of_all
+from ...actors.model_files.identity.layer_ranges import ModelPart, identity_of, ids_of_all
 from ...actors.model_files.identity.model_identity import ModelIdentity, adapted_id
 from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient
-from ...actors.protocol.replica_messages import ModelInfo
+from ...actors.protocol.replica_messages import ModelInfo, StageInfo
 from ...actors.protocol.router_messages import AgentPlace
 from ...actors.protocol.store_client import StoreClient
 from ...actors.protocol.store_messages import (
@@ -276,16 +276,24 @@ class RayStore:
 
 
 def computed_by(info: ModelInfo) -> list[bytes]:
-    """Returns the model ids of a replica, without and with each of its adapters. If its layers are divided, each of its
-    processes has some of them, and a model id of its own."""
+    """Returns the model ids of a replica, without and with each of its adapters. If it is divided, each of its
+    processes has a part, and a model id of its own."""
     if not info.stages:
         return [adapted_id(info.model_id, adapter) for adapter in (b"", *(each.digest for each in info.adapters))]
     identity, count = ModelIdentity(info.files, info.computing), info.stages[-1].stop
-    return [identity_of(identity, LayerRange(stage.start, stage.stop), count).model_id for stage in info.stages]
+    return [identity_of(identity, part, count).model_id for part in _parts_of(info.stages)]
+
+
+def _parts_of(stages: Sequence[StageInfo]) -> list[ModelPart]:
+    """Returns the parts of a divided model's processes. Those with the same layers have shares of them."""
+    if len({(stage.start, stage.stop) for stage in stages}) == len(stages):
+        return [ModelPart(stage.start, stage.stop) for stage in stages]
+    return [ModelPart(stage.start, stage.stop, share, len(stages)) for share, stage in enumerate(stages)]
 
 
 def usable_by(info: ModelInfo) -> set[bytes]:
-    """Returns the model ids whose KV a replica can use, also that of other layers than a process has."""
+    """Returns the model ids whose KV a replica can use, also that of other parts than a process has. Models with
+    recurrent layers cannot use that of other shares, which is among them nevertheless."""
     identity = ModelIdentity(info.files, info.computing)
     return {*computed_by(info), *(ids_of_all(identity, info.joins) if info.joins else ())}
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from satchel.actors.replica.execution.padding import pieces_of
-from satchel.actors.replica.group.arrays import QUEUE_BYTES_MAX
+from satchel.actors.replica.group.link.arrays import QUEUE_BYTES_MAX
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ import mlx.core as mx
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.protocol.replica_messages import GenerateRequest, Sampling, SequenceUpdate
 from satchel.actors.replica.execution.loaded_model import LoadedModel
+from satchel.actors.replica.group.division.pipeline import PipelinedStage
 from satchel.actors.replica.group.forming import GroupTimes, Member
 from satchel.actors.replica.group.loading import load_stage
-from satchel.actors.replica.group.pipeline import PipelinedStage
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.cluster.config.config import Scheduling

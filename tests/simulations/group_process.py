@@ -8,9 +8,9 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from satchel.actors.protocol.group_messages import StageState
-from satchel.actors.replica.group.broken import GroupBroken, Wholeness
-from satchel.actors.replica.group.ending import LAST_MESSAGES_S
-from satchel.actors.replica.group.silence import Silence
+from satchel.actors.replica.group.link.broken import GroupBroken, Wholeness
+from satchel.actors.replica.group.link.ending import LAST_MESSAGES_S
+from satchel.actors.replica.group.link.silence import Silence
 from satchel.cluster.errors import LinkError, NoRoom
 
 from .group_net import CLOSED, End, Machine

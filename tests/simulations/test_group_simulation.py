@@ -10,7 +10,7 @@ from math import inf
 import pytest
 
 from satchel.actors.replica.group.gathering import Gathering
-from satchel.actors.replica.group.silence import Silence
+from satchel.actors.replica.group.link.silence import Silence
 
 from .group_process import Process
 from .group_world import TIMES, Law, World

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ...model_files.identity.layer_ranges import LayerRange
+from ...model_files.identity.layer_ranges import ModelPart
 from ...model_files.identity.model_identity import ModelIdentity, adapted_id
 from ...model_files.sentence_modules import SentenceModules
 from ...protocol.replica_messages import EmbeddingInfo, GenerateRequest
@@ -57,7 +57,8 @@ class LoadedModel:
         stills: why a model that supports videos gets them as single pictures; empty for other models.
         hidden: computes hidden states, or says why that is not possible.
         sentences: how hidden states become embeddings.
-        layers: which of a model's layers these are, and how many it has, if KV of other layers can be joined to theirs.
+        part: which part of a model this is, and how many layers the whole has, if KV of other parts can be joined to
+            its own.
         adapters: LoRA adapters that requests may name.
         piece_tokens: prompts are computed in pieces of at most so many tokens; None if each call is one piece.
     """
@@ -82,7 +83,7 @@ class LoadedModel:
     stills: str = ""
     hidden: HiddenStates | str = "its hidden states were not looked for"
     sentences: SentenceModules = field(default_factory=SentenceModules)
-    layers: tuple[LayerRange, int] | None = None
+    part: tuple[ModelPart, int] | None = None
     piece_tokens: int | None = None
     adapters: Adapters = field(default_factory=Adapters)
 

@@ -1,1 +1,1 @@
-"""A replica whose layers are divided among several processes, on several nodes: stages, connections, and calls."""
+"""A replica that is divided among several processes, on several nodes: how its parts are loaded, formed and served."""

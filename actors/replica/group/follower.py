@@ -32,11 +32,11 @@ from ...rpc.shell import answers
 from ...supervision.watchdog import Watchdog
 from ..loading import compile_ahead
 from ..memory.budget import bearable_bytes
-from ..memory.other_layers import disk_tier_of
+from ..memory.other_parts import disk_tier_of
 from ..memory.replica_memory import ReplicaMemory
-from .broken import GroupBroken
-from .ending import end_soon
 from .forming import GroupTimes, Member
+from .link.broken import GroupBroken
+from .link.ending import end_soon
 from .loading import load_planned
 from .parts import FollowerParts
 from .tensor.member import joining_of

@@ -20,12 +20,12 @@ from ....cluster.errors import ClusterError, LinkError, SatchelError
 from ...model_files.identity.layer_ranges import LAYERS
 from ..execution.batch import Batch
 from ..execution.loaded_model import LoadedModel
-from .broken import Wholeness
-from .connection import FAILED, HANDSHAKE_S, Address, Connection
-from .following import Following
-from .heartbeats import Heartbeats
-from .leading import Leading
-from .picture_messages import Wanted
+from .calls.following import Following
+from .calls.leading import Leading
+from .link.broken import Wholeness
+from .link.connection import FAILED, HANDSHAKE_S, Address, Connection
+from .link.heartbeats import Heartbeats
+from .pictures.picture_messages import Wanted
 from .tensor.member import Joining
 from .tensor.model import Share
 from .tensor.ranks import Ranks

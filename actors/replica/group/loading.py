@@ -20,7 +20,7 @@ from ....cluster.errors import ModelLoadError, NoRoom
 from ...model_files.context import context_length
 from ...model_files.foreign_code import refuse_model_file
 from ...model_files.identity.digests import check_unchanged, digest_files
-from ...model_files.identity.layer_ranges import LayerRange, identity_of
+from ...model_files.identity.layer_ranges import ModelPart, identity_of
 from ...model_files.identity.model_identity import ModelIdentity
 from ...model_files.source import Progress, first_sentence, read_json, resolve
 from ...model_files.text.end_tokens import end_tokens
@@ -44,11 +44,11 @@ from ..loading.models import pick_dtype
 from ..loading.prepare import prepare_weights
 from ..loading.quirks import with_windows
 from ..proving.findings import Findings
-from .encoder import encoder_of
-from .needs import policy_of
-from .opened import Opened, open_lazily
-from .pipeline import PipelinedStage
-from .stages import Stage
+from .division.needs import policy_of
+from .division.opened import Opened, open_lazily
+from .division.pipeline import PipelinedStage
+from .division.stages import Stage
+from .pictures.encoder import encoder_of
 from .tensor.joining import refuse_missing
 from .tensor.model import SharePart
 from .tensor.ranks import Ranks
@@ -86,8 +86,8 @@ class Part(Protocol):
         """Returns the identity of the part, given that of the whole model."""
         ...
 
-    def joinable(self, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
-        """Returns the part's layers, and how many the model has, if KV of other layers can be joined to its own."""
+    def joinable(self, spec: ModelCacheSpec) -> tuple[ModelPart, int] | None:
+        """Returns the part, and how many layers the model has, if KV of other parts can be joined to its own."""
 
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As in `LoadedModel`."""
@@ -137,12 +137,12 @@ class StagePart:
 
     def identity(self, whole: ModelIdentity) -> ModelIdentity:
         """As `Part.identity`."""
-        return identity_of(whole, LayerRange(self._start, self._stop), self.stage.count)
+        return identity_of(whole, ModelPart(self._start, self._stop), self.stage.count)
 
-    def joinable(self, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
+    def joinable(self, spec: ModelCacheSpec) -> tuple[ModelPart, int] | None:
         """As `Part.joinable`."""
-        layers = LayerRange(self._start, self._stop)
-        return (layers, self.stage.count) if self.stage.joins and spec.reusable else None
+        part = ModelPart(self._start, self._stop)
+        return (part, self.stage.count) if self.stage.joins and spec.reusable else None
 
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As `Part.piece_tokens`."""
@@ -271,7 +271,7 @@ def load_part(
         way=way,
         unbatched=not all(map(joins, caches)),
         hidden="its layers are divided among processes",
-        layers=part.joinable(spec),
+        part=part.joinable(spec),
         piece_tokens=part.piece_tokens(spec),
         blind=opened.blind,
     )

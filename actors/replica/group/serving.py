@@ -23,15 +23,15 @@ from ..execution.loaded_model import LoadedModel
 from ..kv.caches import ModelCacheSpec
 from ..loading.warm_up import WarmUp
 from ..loop.engine import Engine
-from ..memory.other_layers import disk_tier_of
+from ..memory.other_parts import disk_tier_of
 from ..memory.replica_memory import ReplicaMemory
 from ..selftest.self_test import Proven
 from ..serving import COMPILES_TIMES, Serving
-from .broken import GroupBroken, in_words
-from .ending import end_soon
+from .calls.leading import Leading
 from .followers import Followers
 from .forming import GroupTimes, Member
-from .leading import Leading
+from .link.broken import GroupBroken, in_words
+from .link.ending import end_soon
 from .loading import load_planned
 from .parts import GroupDisk
 from .self_test import prove_group

@@ -47,7 +47,8 @@ class LayerKind(Enum):
 @dataclass(frozen=True)
 class LayerSpec:
     """The memory of one layer. In a full layer a token costs `token_bytes`, in a window layer too, but for at most
-    `window` tokens; a recurrent layer costs `state_bytes`. A `sealed` layer's open block costs `open_bytes` more."""
+    `window` tokens; a recurrent layer costs `state_bytes`. A `sealed` layer's open block costs `open_bytes` more.
+    `heads` is how many heads its KV has; 0 if it has none."""
 
     kind: LayerKind
     window: int = 0
@@ -55,6 +56,7 @@ class LayerSpec:
     state_bytes: int = 0
     open_bytes: int = 0
     sealed: bool = False
+    heads: int = 0
 
     @property
     def sequence_bytes(self) -> int:
@@ -133,11 +135,11 @@ def _read_layer(cache: Any, tokens: int, policy: SealPolicy | None) -> LayerSpec
     window: int = cache.chunk_size if _is_chunked(cache) else getattr(cache, "max_size", 0)
     kind = LayerKind.WINDOW if window else LayerKind.FULL
     per_token = sum(array.shape[1] * array.shape[3] * array.itemsize for array in (cache.keys, cache.values))
-    if policy is None:
-        return LayerSpec(kind, window, per_token)
     _, heads, _, key_dim = cache.keys.shape
+    if policy is None:
+        return LayerSpec(kind, window, per_token, heads=heads)
     sealed = sealed_token_bytes(heads, key_dim, cache.values.shape[3], policy, cache.keys.itemsize)
-    return LayerSpec(kind, window, sealed, open_bytes=BLOCK_TOKENS * per_token, sealed=True)
+    return LayerSpec(kind, window, sealed, open_bytes=BLOCK_TOKENS * per_token, sealed=True, heads=heads)
 
 
 def _window_bytes(layer: LayerSpec) -> int:

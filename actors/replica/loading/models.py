@@ -19,7 +19,7 @@ from ...model_files.checkpoints import load_checkpoint
 from ...model_files.context import context_length
 from ...model_files.foreign_code import refuse_model_file
 from ...model_files.identity.digests import check_unchanged, digest_files
-from ...model_files.identity.layer_ranges import LayerRange
+from ...model_files.identity.layer_ranges import ModelPart
 from ...model_files.identity.model_identity import ModelIdentity
 from ...model_files.media.processors import PictureProcessor, in_words, sight
 from ...model_files.sentence_modules import read_sentence_modules
@@ -168,7 +168,7 @@ def load(
         pool=new_pool(spec, kernels=way.reads is Reads.KERNEL),
         way=way,
         unbatched=not all(map(joins, make_prompt_cache(running.model))),
-        layers=_layers(running.language, spec),
+        part=_whole(running.language, spec),
         blind=blind,
         hidden=_hidden(running, findings, pieces),
     )
@@ -322,10 +322,10 @@ def _spec_under(running: _Running, policy: SealPolicy | None, *, shares: bool) -
     return with_windows(running.model, replace(read_spec(running.caches, 2, policy), shares=shares))
 
 
-def _layers(model: Any, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
+def _whole(model: Any, spec: ModelCacheSpec) -> tuple[ModelPart, int] | None:
     """Returns all layers, if each has one cache and their KV can be joined."""
     count = len(getattr(model, "layers", ()))
-    return (LayerRange(0, count), count) if count and len(spec.layers) == count and spec.reusable else None
+    return (ModelPart(0, count), count) if count and len(spec.layers) == count and spec.reusable else None
 
 
 def _computing(how: _How, running: _Running, kv: str) -> dict[str, str]:

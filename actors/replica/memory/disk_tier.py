@@ -172,7 +172,7 @@ class Brings(Protocol):
     """Finds KV elsewhere before a prompt's KV is read."""
 
     def bring(self, prompt: Prompt, session: WriterSession) -> int:
-        """Has what it finds on the node's disk; as `OtherLayers.bring`."""
+        """Has what it finds on the node's disk; as `OtherParts.bring`."""
         ...
 
 
@@ -276,11 +276,11 @@ class DiskTier:
     def _bring(self, prompt: Prompt) -> None:
         """Makes KV of others the model's own. If that fails, what is its own already is read all the same."""
         try:
-            # What other layers of the model left was computed without an adapter.
+            # What other parts of the model left was computed without an adapter.
             if self.others is not None and not prompt.adapter and (session := self._opened()) is not None:
                 self.others.bring(prompt, session)
         except SatchelError as error:
-            logger.warning("request %s: no KV is made of other layers': %s", prompt.request_id, error.message)
+            logger.warning("request %s: no KV is made of other parts': %s", prompt.request_id, error.message)
 
     def look(self, prompt: Prompt, hot_tokens: int) -> int:
         """Returns how many of a prompt's first tokens `load` would reach, according to the index."""

@@ -13,7 +13,7 @@ import pytest
 
 from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.planner.planning import divided, stages_of
-from satchel.actors.replica.group.needs import Headers, read_headers
+from satchel.actors.replica.group.division.needs import Headers, read_headers
 from satchel.actors.replica.memory.replica_memory import unclaimed_bytes
 from satchel.cluster.config.config import Model, Scheduling, parse_model
 from satchel.cluster.config.nodes import Node

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.store_messages import Fetched, PullKV
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.memory.disk_tier import DiskTier
+from satchel.actors.replica.memory.other_parts import OtherParts, Remote
 from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import Unavailable
 from tests.worlds.direct import carried
@@ -104,6 +105,23 @@ class Node:
 
     async def _carry(self, method: str, asked: bytes, timeout_s: float) -> bytes:
         return await asyncio.to_thread(lambda: self.call(method, asked))
+
+
+def disk_of(
+    loaded: LoadedModel, node: Node, remotes: Sequence[Remote] = (), kind: type[DiskTier] = DiskTier
+) -> DiskTier:
+    """The disk side of a process that uses KV of other parts of its model too."""
+    disk = kind(loaded.spec, loaded.model_id, node.client)
+    if loaded.part is not None:
+        disk.others = OtherParts(loaded.identity, *loaded.part, loaded.spec, node.client, remotes)
+    return disk
+
+
+def wait_written(disk: DiskTier) -> None:
+    ends = time.monotonic() + 20
+    while disk.waiting_bytes or not disk._queue.empty():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
 
 
 def process(loaded: LoadedModel, node: Node, *, drafts: bool = False, **scheduling: int) -> tuple[Bench, DiskTier]:

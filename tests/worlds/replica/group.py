@@ -14,8 +14,8 @@ from typing import Any
 
 from satchel.actors.replica.device import blas
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.group.broken import GroupBroken
 from satchel.actors.replica.group.forming import GroupTimes, Member
+from satchel.actors.replica.group.link.broken import GroupBroken
 from satchel.actors.replica.group.loading import load_stage
 from satchel.cluster import environment
 from tests.worlds.replica.bench import Bench

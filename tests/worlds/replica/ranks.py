@@ -10,9 +10,10 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,22 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from satchel.actors.protocol.group_messages import FoundPart, ReadPart
+from satchel.actors.replica.device import blas
 from satchel.actors.replica.execution.loaded_model import LoadedModel
+from satchel.actors.replica.group.division.opened import Opened
 from satchel.actors.replica.group.forming import GroupTimes, Member
 from satchel.actors.replica.group.loading import load_part
-from satchel.actors.replica.group.opened import Opened
+from satchel.actors.replica.group.parts import FollowerParts, GroupDisk
 from satchel.actors.replica.group.tensor.joining import join
 from satchel.actors.replica.group.tensor.member import Joining
 from satchel.actors.replica.group.tensor.model import Share, SharePart
 from satchel.actors.replica.group.tensor.ranks import Ranks, in_order
+from satchel.actors.replica.memory.disk_tier import DiskTier
+from satchel.cluster import environment
 from satchel.cluster.config.stages import Split
 from tests.worlds.replica.bench import Bench, Received
+from tests.worlds.replica.bench_disk import Node, disk_of, wait_written, write_down
 from tests.worlds.replica.group import GROUP, KEY, Fault, listener
 
 TIMES = GroupTimes(form_s=30.0, beat_s=0.05, silent_s=3.0)
@@ -96,44 +103,106 @@ def _member(rank: int, count: int, listens: socket.socket) -> Member:
     return Member(GROUP, rank, KEY, listens, TIMES, broken=lambda why: os._exit(7), joining=joining)
 
 
-def _rank(folder: str, rank: int, count: int, fails_at: int | None, asked: Pipe) -> None:
-    """A rank's process: the last one leads, and does what it is asked. At the model's call `fails_at` it fails."""
+class _Reading:
+    """Stands for `StageClient` of a follower in another process, and for a call to it."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    def read(self, part: ReadPart) -> _Reading:
+        self._pipe.send(part)
+        return self
+
+    def wait(self) -> FoundPart:
+        assert self._pipe.poll(WAIT_S), "a follower does not read"
+        return self._pipe.recv()
+
+
+def _read_for_leader(parts: FollowerParts, reads: Pipe) -> None:
+    with suppress(EOFError):
+        while True:
+            reads.send(parts.read(reads.recv()))
+
+
+def _rank(
+    folder: str,
+    rank: int,
+    count: int,
+    fails_at: int | None,
+    kv: str,
+    disk_folder: str | None,
+    reads: Sequence[Pipe],
+    asked: Pipe,
+) -> None:
+    """A rank's process: the last one leads, and does what it is asked. At the model's call `fails_at` it fails.
+
+    Args:
+        disk_folder: its node's, on whose disk it keeps its part of KV; None for none.
+        reads: to the leader, or to each follower, for what it reads of KV.
+    """
     listens = listener()
-    loaded = load_part(folder, SharePart(Ranks(rank, count)))
+    loaded = load_part(folder, SharePart(Ranks(rank, count)), kv=kv)
+    node = None if disk_folder is None else Node(Path(disk_folder))
+    leads = rank == count - 1
+    disk = None if node is None else disk_of(loaded, node, kind=GroupDisk if leads else DiskTier)
     asked.send((listens.getsockname()[:2], os.getpid()))
     member = _member(rank, count, listens)
     try:
-        if rank < count - 1:
+        if not leads:
             following = member.follow(loaded)
             if fails_at is not None:
                 batch: Any = following.batch
                 batch._model = Fault(batch._model, fails_at)
+            if disk is not None:
+                following.batch.parts = parts = FollowerParts(disk, following.batch, loaded.model_id)
+                threading.Thread(target=_read_for_leader, args=(parts, reads[0]), daemon=True).start()
             following.run()
             return
-        bench = Bench(loaded)
+        bench = Bench(loaded, disk=disk)
         member.lead(loaded, bench.engine.executor, asked.recv())
+        if isinstance(disk, GroupDisk):
+            clients: Any = [_Reading(pipe) for pipe in reads]
+            disk.serve(bench.engine, clients)
         asked.send("formed")
         while (work := asked.recv()) is not None:
             call, given = work
             asked.send(call(bench, *given))
     finally:
         member.close()
+        if disk is not None and node is not None:
+            wait_written(disk)
+            node.store.close()
 
 
 class RanksOf:
-    """The processes of a model's ranks, of which the first may fail at one of the model's calls."""
+    """The processes of a model's ranks, of which the first may fail at one of the model's calls.
 
-    def __init__(self, folder: Path, count: int, fails_at: int | None = None) -> None:
+    Args:
+        disks: the folder of each rank's node, if they keep KV.
+    """
+
+    def __init__(
+        self, folder: Path, count: int, fails_at: int | None = None, kv: str = "q4", disks: Sequence[Path] = ()
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Pipe] = []
         self.processes = []
+        reads = [context.Pipe() for _ in range(count - 1)]
         for rank in range(count):
             mine, theirs = context.Pipe()
             self._pipes.append(mine)
-            process = context.Process(target=_rank, args=(str(folder), rank, count, fails_at, theirs), daemon=True)
-            process.start()
+            disk = str(disks[rank]) if disks else None
+            own = [reads[rank][1]] if rank < count - 1 else [ours for ours, _ in reads]
+            given = (str(folder), rank, count, fails_at, kv, disk, own, theirs)
+            process = context.Process(target=_rank, args=given, daemon=True)
+            # It must multiply as this process does.
+            with environment.set_during(SATCHEL_OPENBLAS="1" if blas.chosen().name else ""):
+                process.start()
             theirs.close()
             self.processes.append(process)
+        for ends in reads:
+            for end in ends:
+                end.close()
         addresses = [self._hear(pipe)[0] for pipe in self._pipes]
         self._pipes[-1].send(addresses)
         assert self._hear(self._pipes[-1]) == "formed"
@@ -168,8 +237,8 @@ class RanksOf:
 
 
 @contextmanager
-def ranks_of(folder: Path, count: int, fails_at: int | None = None) -> Iterator[RanksOf]:
-    ranks = RanksOf(folder, count, fails_at)
+def ranks_of(folder: Path, count: int, fails_at: int | None = None, **how: Any) -> Iterator[RanksOf]:
+    ranks = RanksOf(folder, count, fails_at, **how)
     try:
         yield ranks
     finally:
@@ -192,6 +261,15 @@ def conversation(bench: Bench, lengths: Sequence[int], answer: int = 8) -> dict[
     for number, prompt in enumerate(prompts):
         bench.run(f"alone {number}", prompt, seed=number, max_tokens=answer, **how)
     return bench.sequences
+
+
+def turn(bench: Bench, prompt: list[int], agent: str, answer: int) -> Received:
+    """An agent's turn, whose KV is on the leader's disk afterwards."""
+    found = bench.run(f"turn {len(bench.sequences)}", prompt, agent=agent, max_tokens=answer, logprobs=2)
+    disk = bench.engine._disk
+    assert disk is not None
+    write_down(bench, disk)
+    return found
 
 
 def answer_until_broken(bench: Bench) -> None:

@@ -19,7 +19,7 @@ import mlx.core as mx
 from .....cluster.config.stages import Split
 from .....cluster.environment import set_during
 from .....cluster.errors import ModelLoadError
-from ..connection import Address
+from ..link.connection import Address
 from .ranks import Ranks
 
 Gather = Callable[[bytes], bytes]

@@ -15,7 +15,7 @@ from .....cluster.config.config import Model
 from .....cluster.config.stages import Split
 from .....cluster.config.timing import Timing
 from .....cluster.errors import ModelLoadError
-from ..connection import Address, Connection
+from ..link.connection import Address, Connection
 from .joining import Gather, join, reserved_port
 from .kept import Kept
 from .ranks import Ranks

@@ -10,15 +10,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ....model_files.identity.layer_ranges import LAYERS
+from ....model_files.identity.layer_ranges import ModelPart, identity_of
 from ....model_files.identity.model_identity import ModelIdentity
 from ...execution.media.language_inputs import LanguageInputs, separate
 from ...execution.media.vision import Vision
 from ...kv.caches import ModelCacheSpec
 from ...loading.quirks import FlatCaches
 from ...proving.findings import Findings
-from ..encoder import encoder_of
-from ..opened import Opened
+from ..division.opened import Opened
+from ..pictures.encoder import encoder_of
 from .ranks import Ranks
 from .sharding import shard
 
@@ -79,6 +79,10 @@ class SharePart:
         self._share: Share | None = None
 
     @property
+    def _part(self) -> ModelPart:
+        return ModelPart(0, self.model().stage.count, self._ranks.rank(), self._ranks.size())
+
+    @property
     def words(self) -> str:
         """As `loading.Part.words`."""
         return f"share {self._ranks.rank()} of {self._ranks.size()}"
@@ -100,11 +104,12 @@ class SharePart:
 
     def identity(self, whole: ModelIdentity) -> ModelIdentity:
         """As `loading.Part.identity`."""
-        layers = f"share {self._ranks.rank()} of {self._ranks.size()} of all {self.model().stage.count}"
-        return ModelIdentity(whole.files, {**whole.computing, LAYERS: layers})
+        return identity_of(whole, self._part, self.model().stage.count)
 
-    def joinable(self, spec: ModelCacheSpec) -> None:
-        """As `loading.Part.joinable`: another share has the same layers' other heads."""
+    def joinable(self, spec: ModelCacheSpec) -> tuple[ModelPart, int] | None:
+        """As `loading.Part.joinable`."""
+        count = self.model().stage.count
+        return (self._part, count) if len(spec.layers) == count and spec.reusable else None
 
     def language_inputs(self, whole: Any) -> LanguageInputs:
         """As `loading.Part.language_inputs`."""

@@ -10,8 +10,8 @@ from .....cluster.config.stages import LayerNeeds, ModelNeeds, Stage, share
 from .....cluster.errors import ModelLoadError
 from ....model_files.source import first_sentence
 from ...memory.replica_memory import workspace_of
-from ..needs import TOKENS_MIN, Computed, computed, nbytes_of, open_headers
-from ..opened import Opened
+from ..division.needs import TOKENS_MIN, Computed, computed, nbytes_of, open_headers
+from ..division.opened import Opened
 from .ranks import Ranks
 from .sharding import shard
 

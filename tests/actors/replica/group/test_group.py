@@ -14,8 +14,8 @@ import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.group.broken import GroupBroken
 from satchel.actors.replica.group.forming import Member, Rank, why_not
+from satchel.actors.replica.group.link.broken import GroupBroken
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.loading import models
 from tests.worlds.models.families import write_model

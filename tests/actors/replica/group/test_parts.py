@@ -22,8 +22,8 @@ from satchel.actors.replica.group.parts import FollowerParts, GroupDisk
 from satchel.actors.replica.kv.caches import read_spec
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory.disk_tier import DiskTier, Prompt
-from satchel.actors.replica.memory.other_layers import OtherLayers, Remote
-from tests.actors.replica.group.test_overlap import Whims
+from satchel.actors.replica.memory.other_parts import OtherParts, Remote
+from tests.actors.replica.group.calls.test_overlap import Whims
 from tests.worlds.models.families import write_model
 from tests.worlds.replica.bench import Bench
 from tests.worlds.replica.bench_disk import Node, process, write_down
@@ -55,13 +55,12 @@ class _Client:
         return _Asked(lambda: self._parts.read(part))
 
 
-def others_of(loaded: LoadedModel, nodes: list[Node], own: int) -> OtherLayers | None:
+def others_of(loaded: LoadedModel, nodes: list[Node], own: int) -> OtherParts | None:
     """What makes KV of a process's layers, on one of two nodes that are named by their places."""
-    if loaded.layers is None:
+    if loaded.part is None:
         return None
-    layers, count = loaded.layers
     remotes = [Remote(str(place), node.client) for place, node in enumerate(nodes) if place != own]
-    return OtherLayers(loaded.identity, layers, count, loaded.spec, nodes[own].client, remotes)
+    return OtherParts(loaded.identity, *loaded.part, loaded.spec, nodes[own].client, remotes)
 
 
 class Group:
@@ -285,7 +284,7 @@ def test_a_model_that_is_divided_no_more_goes_on_from_its_parts_and_the_other_wa
     assert divided.tokens == Bench(whole(folder)).run("cold", third).tokens
 
 
-def test_what_cannot_be_made_of_other_layers_is_computed(folder: Path, nodes: list[Node]):
+def test_what_cannot_be_made_of_other_parts_is_computed(folder: Path, nodes: list[Node]):
     """A layer's KV is lost, or the prompt is another one's."""
     prompt = prompt_of(700)
     group = Group(folder, nodes, cut=2)

@@ -19,11 +19,11 @@ from satchel.actors.protocol.group_messages import StageAddress, StageState
 from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.execution.micro_batches import MicroBatchRule
 from satchel.actors.replica.group import serving
-from satchel.actors.replica.group.broken import GroupBroken
 from satchel.actors.replica.group.follower import StageActor
 from satchel.actors.replica.group.followers import Followers, addresses_of
 from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.gathering import ROOM_S, Gathering
+from satchel.actors.replica.group.link.broken import GroupBroken
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.group.self_test import prove_group
 from satchel.actors.replica.group.serving import leaders_bytes

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from satchel.actors.replica.group.connection import Connection
 from satchel.actors.replica.group.forming import Rank, why_not
+from satchel.actors.replica.group.link.connection import Connection
 from satchel.actors.replica.group.tensor import joining, member
 from satchel.actors.replica.group.tensor.joining import join, refuse_missing
 from satchel.actors.replica.group.tensor.member import Joining

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ....cluster.errors import SatchelError
+from .....cluster.errors import SatchelError
 from .broken import in_words
 from .connection import FAILED, Connection
 from .silence import Silence

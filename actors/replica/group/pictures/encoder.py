@@ -12,14 +12,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from ....cluster.errors import ModelLoadError
-from ...model_files.media.processors import PictureProcessor, in_words
-from ..execution.media.language_inputs import LanguageInputs
-from ..execution.media.vision import NotLeftToRightError, Vision
-from ..kv.caches import ModelCacheSpec
-from ..loading.models import seen_with
-from ..proving.findings import Findings
-from ..proving.pieces import IN_ONE_PIECE
+from .....cluster.errors import ModelLoadError
+from ....model_files.media.processors import PictureProcessor, in_words
+from ...execution.media.language_inputs import LanguageInputs
+from ...execution.media.vision import NotLeftToRightError, Vision
+from ...kv.caches import ModelCacheSpec
+from ...loading.models import seen_with
+from ...proving.findings import Findings
+from ...proving.pieces import IN_ONE_PIECE
 
 ComputePart = Callable[[mx.array, mx.array, dict[str, Any]], mx.array]
 """Given tokens `(1, tokens)`, embeddings `(1, tokens, dim)` and a model's other inputs: what a part of the model's

@@ -17,8 +17,8 @@ import pytest
 
 from satchel.actors.kv_store.transfer import handshake
 from satchel.actors.kv_store.transfer.link import FRAME_BYTES
-from satchel.actors.replica.group.connection import FAILED, Connection
-from satchel.actors.replica.group.heartbeats import Heartbeats
+from satchel.actors.replica.group.link.connection import FAILED, Connection
+from satchel.actors.replica.group.link.heartbeats import Heartbeats
 from satchel.cluster.errors import LinkError, LinkGarbage
 from tests.worlds.replica.group import KEY, listener, on_a_thread
 

@@ -15,9 +15,9 @@ import mlx.core as mx
 import msgpack
 import numpy as np
 
-from ..device.device import as_numpy
-from ..execution.followers import ShownPictures
-from ..execution.media.language_inputs import ImageEmbeddings, SequencePictures
+from ...device.device import as_numpy
+from ...execution.followers import ShownPictures
+from ...execution.media.language_inputs import ImageEmbeddings, SequencePictures
 
 
 class Wanted(NamedTuple):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ....cluster.errors import SatchelError
+from .....cluster.errors import SatchelError
 
 
 class GroupBroken(BaseException):

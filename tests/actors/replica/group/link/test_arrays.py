@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from satchel.actors.replica.group.arrays import AT_ONCE_BYTES, QUEUE_BYTES_MAX, Incoming, Outgoing, Plain
+from satchel.actors.replica.group.link.arrays import AT_ONCE_BYTES, QUEUE_BYTES_MAX, Incoming, Outgoing, Plain
 from satchel.cluster.errors import LinkError
 from tests.worlds.replica.group import on_a_thread
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..execution.recorded.compiled_step import CompiledStep
-from ..execution.recorded.deferral import Deferral
-from ..kernels.decode_views import padded_rows
-from ..kv.paged_cache import PagedKVCache
-from ..loading.quirks import FlatCaches
-from .connection import Connection
+from ...execution.recorded.compiled_step import CompiledStep
+from ...execution.recorded.deferral import Deferral
+from ...kernels.decode_views import padded_rows
+from ...kv.paged_cache import PagedKVCache
+from ...loading.quirks import FlatCaches
+from ..link.connection import Connection
 from .stages import Stage
 
 

@@ -22,8 +22,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from ....cluster.errors import ModelLoadError
-from ...model_files.source import first_sentence
+from .....cluster.errors import ModelLoadError
+from ....model_files.source import first_sentence
 
 _TOKENS = ((1, 2, 3), (4, 5, 6))
 """Tokens of the texts with which a model is recorded."""

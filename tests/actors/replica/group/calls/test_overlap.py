@@ -19,12 +19,12 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.micro_batches import AGAIN_STEPS, TRIAL_STEPS, MicroBatchRule
 from satchel.actors.replica.execution.padding import SHAPE_TOKENS, pieces_of
 from satchel.actors.replica.execution.sampling.sampling import BatchSampler
-from satchel.actors.replica.group.broken import GroupBroken, Wholeness
-from satchel.actors.replica.group.following import Following
+from satchel.actors.replica.group.calls.following import Following
+from satchel.actors.replica.group.calls.leading import Leading
+from satchel.actors.replica.group.division.pipeline import RecordedStage
 from satchel.actors.replica.group.forming import Member
-from satchel.actors.replica.group.leading import Leading
+from satchel.actors.replica.group.link.broken import GroupBroken, Wholeness
 from satchel.actors.replica.group.loading import load_stage
-from satchel.actors.replica.group.pipeline import RecordedStage
 from satchel.actors.replica.loading import models
 from tests.actors.replica.group.test_group import FAMILIES
 from tests.worlds.models.families import write_model

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ....cluster.errors import LinkError, SatchelError
+from .....cluster.errors import LinkError, SatchelError
 from .broken import in_words
 
 QUEUE_BYTES_MAX = 64 * 2**20

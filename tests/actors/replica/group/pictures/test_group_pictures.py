@@ -26,7 +26,13 @@ from satchel.actors.replica.execution.prefilling import Prefilling
 from satchel.actors.replica.execution.sequence_states import ExecutorSequence
 from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.loading import load_stage
-from satchel.actors.replica.group.picture_messages import Wanted, pack_pictures, read_pictures, read_shown, tell
+from satchel.actors.replica.group.pictures.picture_messages import (
+    Wanted,
+    pack_pictures,
+    read_pictures,
+    read_shown,
+    tell,
+)
 from satchel.actors.replica.group.self_test import prove_group
 from satchel.actors.replica.loading import models
 from satchel.api.media.prompt import Medium
@@ -39,8 +45,8 @@ from tests.zoo.vision_omni import OMNI
 from tests.zoo.vision_patches import PATCHES
 from tests.zoo.vision_squares import SQUARES
 
-from ..execution.media.test_vision import noisy, written
-from .test_group import follower, same
+from ...execution.media.test_vision import noisy, written
+from ..test_group import follower, same
 
 HOW: dict[str, Any] = {"context_tokens_max": None, "progress": lambda *_: None, "weights": "stored"}
 

@@ -17,7 +17,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
-from satchel.actors.replica.group.stages import Stage, find_chain
+from satchel.actors.replica.group.division.stages import Stage, find_chain
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.models.families import (
     FAMILIES,

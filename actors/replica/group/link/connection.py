@@ -21,11 +21,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ....cluster.errors import LinkError, LinkGarbage
-from ...kv_store.transfer.handshake import NONCE_BYTES, Acceptor, Initiator, Seals
-from ...kv_store.transfer.link import Link
-from ...kv_store.transfer.wire import pack, unpack
-from ..device.device import as_numpy
+from .....cluster.errors import LinkError, LinkGarbage
+from ....kv_store.transfer.handshake import NONCE_BYTES, Acceptor, Initiator, Seals
+from ....kv_store.transfer.link import Link
+from ....kv_store.transfer.wire import pack, unpack
+from ...device.device import as_numpy
 from .arrays import FAIL_S, Incoming, Outgoing, Plain
 
 Address = tuple[str, int]

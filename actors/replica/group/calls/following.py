@@ -10,13 +10,13 @@ import mlx.core as mx
 import msgpack
 import numpy as np
 
-from ....cluster.errors import LinkGarbage, SatchelError
-from ..execution.batch import Batch
-from ..kv.caches import PooledBlock, Slab
-from .broken import Wholeness, in_words
-from .connection import Connection
+from .....cluster.errors import LinkGarbage, SatchelError
+from ...execution.batch import Batch
+from ...kv.caches import PooledBlock, Slab
+from ..link.broken import Wholeness, in_words
+from ..link.connection import Connection
+from ..pictures.picture_messages import read_pictures, read_shown
 from .leading import COMPUTING, COUNT, END, KEPT, NUMBERED, PICTURES, SHOWN, TELL, TOKENS
-from .picture_messages import read_pictures, read_shown
 
 
 class Following:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....cluster.errors import ModelLoadError
-from ...model_files.checkpoints import load_checkpoint
-from ...model_files.media.processors import sight
-from ...model_files.source import first_sentence
-from ..execution.media import vision
-from ..execution.media.vision import LanguagePart, NotLeftToRightError
+from .....cluster.errors import ModelLoadError
+from ....model_files.checkpoints import load_checkpoint
+from ....model_files.media.processors import sight
+from ....model_files.source import first_sentence
+from ...execution.media import vision
+from ...execution.media.vision import LanguagePart, NotLeftToRightError
 from .stages import Chain, find_chain
 
 

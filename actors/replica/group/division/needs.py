@@ -11,18 +11,18 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from ....cluster.config.config import Model
-from ....cluster.config.stages import LayerNeeds, ModelNeeds
-from ....cluster.errors import ModelLoadError
-from ...model_files.context import context_length
-from ...model_files.foreign_code import refuse_model_file
-from ...model_files.source import first_sentence, read_json
-from ..kernels.sealing import POLICIES
-from ..kv.caches import ModelCacheSpec, read_spec
-from ..loading.kv_choice import AUTO, USUAL
-from ..loading.models import pick_dtype
-from ..loading.quirks import FlatCaches, with_windows
-from ..memory.replica_memory import workspace_of
+from .....cluster.config.config import Model
+from .....cluster.config.stages import LayerNeeds, ModelNeeds
+from .....cluster.errors import ModelLoadError
+from ....model_files.context import context_length
+from ....model_files.foreign_code import refuse_model_file
+from ....model_files.source import first_sentence, read_json
+from ...kernels.sealing import POLICIES
+from ...kv.caches import ModelCacheSpec, read_spec
+from ...loading.kv_choice import AUTO, USUAL
+from ...loading.models import pick_dtype
+from ...loading.quirks import FlatCaches, with_windows
+from ...memory.replica_memory import workspace_of
 from .opened import Opened, open_lazily
 
 TOKENS_MIN = 2048

@@ -18,13 +18,13 @@ import mlx.core as mx
 import msgpack
 import numpy as np
 
-from ....cluster.errors import ClusterError
-from ..execution.followers import ShownPictures
-from ..execution.media.language_inputs import SequencePictures
-from ..kv.caches import PooledBlock, Slab
-from .broken import Wholeness
-from .connection import Connection
-from .picture_messages import Told, Wanted, pack_pictures, tell
+from .....cluster.errors import ClusterError
+from ...execution.followers import ShownPictures
+from ...execution.media.language_inputs import SequencePictures
+from ...kv.caches import PooledBlock, Slab
+from ..link.broken import Wholeness
+from ..link.connection import Connection
+from ..pictures.picture_messages import Told, Wanted, pack_pictures, tell
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from satchel.actors.replica.group.silence import Silence
+from satchel.actors.replica.group.link.silence import Silence
 
 EVERY_S, SILENT_S, STALLED_S = 0.2, 2.0, 20.0
 

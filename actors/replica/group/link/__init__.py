@@ -1,0 +1,1 @@
+"""What the processes of a group are connected by, and how they notice that one is lost."""
