@@ -58,6 +58,8 @@ def speech_type(config: Mapping[str, Any]) -> SpeechFolder | None:
     if isinstance(target, str) and target.startswith(_NEMO):
         # NeMo's own configs have no type.
         return SpeechFolder(LISTENS, "canary" if "MultiTask" in target else "parakeet")
+    if not isinstance(config.get("model_type") or config.get("architecture") or "", str):
+        return None
     kind = model_type_from_config(dict(config))
     if not isinstance(kind, str) or _is_of_text(kind):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -118,13 +119,14 @@ class ListeningModel:
         """
         done = 0
 
-        def say(text: str) -> None:
-            if text:
+        def say(text: str, *, certain: bool = True) -> None:
+            if text and certain:
                 told(SpeechPiece(text=text))
 
         def next_window(text: str) -> None:
             nonlocal done
-            say(text)
+            # With the times of words, segments without length are left out later.
+            say(text, certain=not request.words)
             done += 1
             paused(done)
 
@@ -135,9 +137,9 @@ class ListeningModel:
             return transcript
         windows = WhisperWindows(self._model, next_window)
         with windows.followed(), evaluations_told(lambda: paused(done)).for_now():
-            result = self._generate(request)
-        say(windows.last())
-        return transcript_of(result)
+            transcript = transcript_of(self._generate(request))
+        say(transcript.text if request.words else windows.last())
+        return transcript
 
     def _generate(self, request: SpeechRequest) -> Any:
         """Has mlx-audio write down audio, and returns its result."""
@@ -183,17 +185,22 @@ def _segment(given: Any) -> TranscriptSegment:
         found = (given.get(name) if isinstance(given, Mapping) else getattr(given, name, None) for name in names)
         return next((each for each in found if each is not None), None)
 
+    def number(*names: str) -> float:
+        # JSON has no numbers that are not finite.
+        value = float(of(*names) or 0.0)
+        return value if math.isfinite(value) else 0.0
+
     tokens = of("tokens")
     numbers = isinstance(tokens, Sequence) and all(isinstance(each, int) for each in tokens)
     return TranscriptSegment(
-        start=float(of("start", "start_time") or 0.0),
-        end=float(of("end", "end_time") or 0.0),
+        start=number("start", "start_time"),
+        end=number("end", "end_time"),
         text=str(of("text", "content") or ""),
         tokens=[*tokens] if numbers and tokens else [],
-        temperature=float(of("temperature") or 0.0),
-        avg_logprob=float(of("avg_logprob") or 0.0),
-        compression_ratio=float(of("compression_ratio") or 0.0),
-        no_speech_prob=float(of("no_speech_prob") or 0.0),
+        temperature=number("temperature"),
+        avg_logprob=number("avg_logprob"),
+        compression_ratio=number("compression_ratio"),
+        no_speech_prob=number("no_speech_prob"),
         words=[_word(each) for each in of("words") or ()],
     )
 
