@@ -450,7 +450,7 @@ def hub_closed() -> Change:
     Changes: `HF_HUB_OFFLINE` and `HF_HUB_CACHE` of `huggingface_hub.constants`, in this process.
     Why: some of mlx-audio's families load further repositories by name, while they are loaded or in a request. They
         would not be part of the model's id, and a request would wait for the network.
-    Fits: huggingface_hub 2.4.0.
+    Fits: huggingface-hub 2.4.0.
     Noticed by: tests/actors/test_patches.py::test_a_closed_hub_is_not_asked
     """
     from huggingface_hub import constants

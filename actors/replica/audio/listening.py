@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -36,6 +37,9 @@ TRIED_S = 1.0
 
 TOKENS_A_SECOND = 16
 """Families with a limit of tokens may write so many for a second of audio, if that is more than their own limit."""
+
+_NEEDED = MappingProxyType({"moonshine": "tokenizer.json", "mms": "vocab.json"})
+"""Files without which families write numbers in the place of words."""
 
 _PROMPTS = ("initial_prompt", "context")
 """What families call the text that came before, or words that may occur."""
@@ -81,8 +85,12 @@ class ListeningModel:
         if found.kind != LISTENS or not callable(getattr(model, "generate", None)):
             raise ModelLoadError(f"{source} cannot be loaded: models of type {found.type} write down no speech")
         try:
-            made = cls(model, type(model).__module__.split(".")[3])
+            made = cls(model, family := type(model).__module__.split(".")[3])
+            if not (folder / (needed := _NEEDED.get(family, "config.json"))).is_file():
+                raise ModelLoadError(f"{source} cannot be loaded: {needed} is missing, so it would write no words")
             made.try_out()
+        except ModelLoadError:
+            raise
         except LOAD_ERRORS as error:
             raise ModelLoadError(f"{source} writes nothing down: {what_it_lacks(error)}") from error
         return made
@@ -93,8 +101,9 @@ class ListeningModel:
         samples = noise.astype("<f4").tobytes()
         request = SpeechRequest("", "", TRANSCRIBE, samples, self.info.rate)
         result = self._generate(request)
-        transcript_of(result)
-        segments = getattr(result, "segments", None) is not None or getattr(result, "sentences", None) is not None
+        # Some families have one segment without times.
+        timed = any(each.end > each.start for each in transcript_of(result).segments)
+        segments = self._is_whisper or timed or getattr(result, "sentences", None) is not None
         self.info = replace(self.info, segments=segments)
         if self.info.words:
             transcript_of(self._generate(replace(request, words=True)))

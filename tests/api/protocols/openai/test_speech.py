@@ -17,19 +17,31 @@ import openai
 import pytest
 import pytest_asyncio
 
-from satchel.actors.protocol.speech_messages import SPEAK, TRANSCRIBE, TRANSLATE, SpeechPiece, SpeechRequest, Transcript
+from satchel.actors.protocol.speech_messages import (
+    SPEAK,
+    TRANSCRIBE,
+    TRANSLATE,
+    SpeechPiece,
+    SpeechRequest,
+    Transcript,
+    TranscriptSegment,
+    TranscriptWord,
+)
 from satchel.actors.replica.audio.listening import ListeningModel
 from satchel.actors.replica.audio.speaking import SpeakingModel
 from satchel.api.app import create_app
+from satchel.api.pipeline.speech import MadeSpeech
+from satchel.api.protocols.openai.speech_answers import transcript_verbose
 from satchel.cluster.config import Config
 from tests.worlds.api.fake_backend import tiny_backend
+from tests.worlds.api.served_models import served_model
 from tests.worlds.api.speech_backend import SpeechBackend
 from tests.worlds.models.speech_families import noise, write_speech_model
 from tests.worlds.sounds import wav
 
 QUEUE_MAX = 2
 EAR, MOUTH = "ear", "mouth"
-HEARD = (16_000 * noise(31)).astype("<i2")
+HEARD, LONG = ((16_000 * noise(seconds)).astype("<i2") for seconds in (3, 31))
 FILE = wav(HEARD)
 SAID = "Hello there.\nAnd you."
 # One temperature: an improbable text would be decoded again at five more.
@@ -66,9 +78,9 @@ def client(http: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url="http://satchel/v1", api_key="none", http_client=http, max_retries=0)
 
 
-def own(models: dict[str, Any], **fields: Any) -> Transcript:
+def own(models: dict[str, Any], heard: np.ndarray = HEARD, **fields: Any) -> Transcript:
     """The transcript by the model itself."""
-    samples = (HEARD.astype(np.float32) / 32_768).astype("<f4").tobytes()
+    samples = (heard.astype(np.float32) / 32_768).astype("<f4").tobytes()
     request = SpeechRequest("", EAR, TRANSCRIBE, samples, **{**HOW, **fields})
     return models[EAR].transcribe(request, lambda windows: None, lambda piece: None)
 
@@ -90,30 +102,41 @@ async def test_a_transcript(client: openai.AsyncOpenAI, backend: SpeechBackend, 
     made = await client.audio.transcriptions.create(model=EAR, file=("speech.wav", FILE), **how)
     assert made.text == own(models, language="de", text="Ada").text.strip() != ""
     usage: Any = made.usage
-    assert (usage.type, usage.seconds) == ("duration", 31.0)
+    assert (usage.type, usage.seconds) == ("duration", 3.0)
     (request,) = backend.asked
-    assert (request.task, request.rate, request.tokens) == (TRANSCRIBE, 16_000, 31 * 50 + 3)
+    assert (request.task, request.rate, request.tokens) == (TRANSCRIBE, 16_000, 3 * 50 + 3)
 
 
 async def test_a_transcript_with_times(client: openai.AsyncOpenAI, models: dict[str, Any]):
     made = await client.audio.transcriptions.create(
-        model=EAR,
-        file=("speech.wav", FILE),
-        response_format="verbose_json",
-        timestamp_granularities=["word", "segment"],
-        extra_body=HOW,
+        model=EAR, file=("speech.wav", FILE), response_format="verbose_json", extra_body=HOW
     )
-    reference = own(models, words=True)
-    assert (made.text, made.language, made.duration) == (reference.text.strip(), reference.language, 31.0)
-    assert made.segments is not None and made.words is not None
-    assert [(each.start, each.end, each.text) for each in made.segments] == [
-        (each.start, each.end, each.text) for each in reference.segments
+    reference = own(models)
+    assert (made.text, made.language, made.duration) == (reference.text.strip(), reference.language, 3.0)
+    assert made.segments and made.words is None
+    assert [(each.start, each.end, each.text, each.tokens) for each in made.segments] == [
+        (each.start, each.end, each.text, each.tokens) for each in reference.segments
     ]
-    words = [word for each in reference.segments for word in each.words]
-    assert [(each.word, each.start, each.end) for each in made.words] == [
-        (each.word.strip(), each.start, each.end) for each in words
+
+
+def test_words_and_segments_come_as_they_are_asked_for():
+    words = [TranscriptWord(" Ada", 0.5, 1.0), TranscriptWord(" writes", 1.0, 1.5)]
+    transcript = Transcript(" Ada writes", "en", [TranscriptSegment(0.5, 1.5, " Ada writes", words=words)])
+    made = MadeSpeech(served_model(), transcript, 2.0, (100, 2), "a", "b", "c")
+    both = transcript_verbose(made, "transcribe", ["word", "segment"])
+    assert both["words"] == [
+        {"word": "Ada", "start": 0.5, "end": 1.0},
+        {"word": "writes", "start": 1.0, "end": 1.5},
     ]
-    assert words
+    assert [(each["id"], each["text"]) for each in both["segments"]] == [(0, " Ada writes")]
+    assert "segments" not in transcript_verbose(made, "transcribe", ["word"])
+    assert "words" not in transcript_verbose(made, "transcribe", [])
+
+
+async def test_words_are_asked_of_the_model(http: httpx.AsyncClient, backend: SpeechBackend):
+    fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["word", "segment"]}
+    answer = await sent(http, file=wav(HEARD[:8000]), model=EAR, **fields, **HOW)
+    assert {"words", "segments"} < {*answer.json()} and backend.asked[0].words
 
 
 async def test_subtitles_and_plain_text(http: httpx.AsyncClient, models: dict[str, Any]):
@@ -132,10 +155,10 @@ async def test_subtitles_and_plain_text(http: httpx.AsyncClient, models: dict[st
 async def test_a_streamed_transcript_without_a_model_is_the_first_that_listens(
     client: openai.AsyncOpenAI, backend: SpeechBackend, models: dict[str, Any]
 ):
-    how: dict[str, Any] = {"model": "", "file": ("speech.wav", FILE), "stream": True, "extra_body": HOW}
+    how: dict[str, Any] = {"model": "", "file": ("speech.wav", wav(LONG)), "stream": True, "extra_body": HOW}
     events: list[Any] = [event async for event in await client.audio.transcriptions.create(**how)]
     assert [event.type for event in events] == ["transcript.text.delta"] * 2 + ["transcript.text.done"]
-    text = own(models).text.strip()
+    text = own(models, LONG).text.strip()
     assert "".join(event.delta for event in events[:-1]) == events[-1].text == text
     assert events[-1].usage.input_tokens == backend.asked[0].tokens and events[-1].usage.output_tokens > 0
 
