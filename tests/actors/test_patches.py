@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections import OrderedDict
@@ -368,6 +369,12 @@ def test_a_closed_hub_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     (known / "snapshots/abc/config.json").write_text("{}")
     fetch = {"filename": "config.json", "local_files_only": True}
     assert huggingface_hub.hf_hub_download("owner/model", **fetch).startswith(str(tmp_path))
+
+    def asked(*address: Any) -> None:
+        raise AssertionError(f"{address} was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", asked)
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
     with patches.hub_closed().for_now():
         for call in (
             lambda: huggingface_hub.hf_hub_download("owner/model", "config.json"),
