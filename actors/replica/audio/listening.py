@@ -26,7 +26,7 @@ from ...protocol.speech_messages import (
     TranscriptSegment,
     TranscriptWord,
 )
-from .loading import LOAD_ERRORS, load_speech_model, what_it_lacks
+from .loading import LOAD_ERRORS, family_package, load_speech_model, what_it_lacks
 from .whisper_windows import WhisperWindows
 
 RATE = 16_000
@@ -85,7 +85,7 @@ class ListeningModel:
         if found.kind != LISTENS or not callable(getattr(model, "generate", None)):
             raise ModelLoadError(f"{source} cannot be loaded: models of type {found.type} write down no speech")
         try:
-            made = cls(model, family := type(model).__module__.split(".")[3])
+            made = cls(model, family := family_package(model).rpartition(".")[2])
             if not (folder / (needed := _NEEDED.get(family, "config.json"))).is_file():
                 raise ModelLoadError(f"{source} cannot be loaded: {needed} is missing, so it would write no words")
             made.try_out()

@@ -52,12 +52,13 @@ def load_speech_model(folder: Path, source: str) -> tuple[Any, SpeechFolder]:
 
 
 def _refuse_incomplete(model: Any, folder: Path) -> None:
-    """Refuses a model for whose parameters the files have no values: mlx-audio leaves them as they are drawn.
+    """Refuses a model with layers for whose parameters the files have no values: mlx-audio leaves them as they are
+    drawn. Arrays of the families' own classes may be computed, and are not looked at.
 
     Raises:
         ModelLoadError: with the name of one.
     """
-    if not isinstance(model, Module) or hasattr(import_module(type(model).__module__), "prepare_model_path"):
+    if not isinstance(model, Module) or hasattr(import_module(family_package(model)), "prepare_model_path"):
         return
     from mlx_audio.utils import load_weights
 
@@ -69,10 +70,16 @@ def _refuse_incomplete(model: Any, folder: Path) -> None:
         # Some change themselves while they are loaded.
         logger.info("the names of the weights are not known: %s", error)
         return
+    layers = {name for name, each in model.named_modules() if type(each).__module__.startswith("mlx.nn.")}
     parameters: Any = tree_flatten(model.parameters())
-    missing = sorted({name for name, _ in parameters} - weights.keys())
+    missing = sorted({name for name, _ in parameters if name.rpartition(".")[0] in layers} - weights.keys())
     if missing:
         raise ModelLoadError(f"{folder} is incomplete: its weights lack {missing[0]} ({len(missing)} in all)")
+
+
+def family_package(model: Any) -> str:
+    """Returns the name of the package with a model's family, such as `mlx_audio.stt.models.whisper`."""
+    return ".".join(type(model).__module__.split(".")[:4])
 
 
 def what_it_lacks(error: BaseException) -> str:

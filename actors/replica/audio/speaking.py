@@ -15,7 +15,7 @@ from ....cluster.errors import GenerationFailed, ModelLoadError
 from ...model_files.speech_folders import SPEAKS
 from ...patches import evaluations_told
 from ...protocol.speech_messages import SPEAK, SpeechInfo, SpeechPiece, SpeechRequest
-from .loading import LOAD_ERRORS, load_speech_model, what_it_lacks
+from .loading import LOAD_ERRORS, family_package, load_speech_model, what_it_lacks
 
 TRIED = "Hello."
 TRIED_TOKENS = 32
@@ -59,7 +59,7 @@ class SpeakingModel:
         if found.kind != SPEAKS or not callable(getattr(model, "generate", None)):
             raise ModelLoadError(f"{source} cannot be loaded: models of type {found.type} do not speak")
         try:
-            made = cls(model, type(model).__module__.split(".")[3], folder)
+            made = cls(model, family_package(model).rpartition(".")[2], folder)
             made.try_out()
         except LOAD_ERRORS as error:
             raise ModelLoadError(f"{source} does not speak: {what_it_lacks(error)}") from error

@@ -135,7 +135,11 @@ def test_an_error_ends_that_request_alone(ear: World, monkeypatch: pytest.Monkey
 
 def test_a_full_queue_refuses(ear: World):
     holds = threading.Event()
-    ear.engine.call(lambda: holds.wait(20) and None)
+
+    def hold() -> None:
+        assert holds.wait(20)
+
+    ear.engine.call(hold)
     answers = [ear.submit(HEARD, f"w{number}", tenant=str(number), flow=str(number)) for number in range(6)]
     holds.set()
     kinds = [type(answer.result(20)).__name__ for answer in answers]
