@@ -426,8 +426,7 @@ def evaluations_told(told: Callable[[], None]) -> Change:
     Args:
         told: called after each evaluation, on its thread. What it raises ends the call.
     """
-    import mlx.core as mx
-
+    mx: Any = import_module("mlx.core")
     evaluate, begin = mx.eval, mx.async_eval
 
     def evaluated(*arrays: Any) -> None:
