@@ -419,7 +419,7 @@ def evaluations_told(told: Callable[[], None]) -> Change:
 
     Changes: `mlx.core.eval` and `mlx.core.async_eval`, in this process.
     Why: mlx-audio writes down a whole file, and speaks a whole segment, in one call, which takes no function to call
-        meanwhile. All its families evaluate arrays at every step.
+        meanwhile. Whisper and others evaluate arrays at every step.
     Fits: mlx 0.32.4, mlx-audio 0.6.2.
     Noticed by: tests/actors/test_patches.py::test_each_evaluation_is_told
 

@@ -43,7 +43,7 @@ def heard(model: ListeningModel, **fields: Any) -> tuple[Any, list[str]]:
             {"language": "de", "initial_prompt": "Ada", "temperature": 0.7},
         ),
         (3, {"task": TRANSLATE}, {"task": "translate"}),
-        (3, {"words": True}, {"word_timestamps": True}),
+        pytest.param(3, {"words": True}, {"word_timestamps": True}, marks=pytest.mark.slow),
     ],
 )
 def test_a_transcript_is_mlx_audios_own(

@@ -31,7 +31,7 @@ from satchel.actors.replica.audio.listening import ListeningModel
 from satchel.actors.replica.audio.speaking import SpeakingModel
 from satchel.api.app import create_app
 from satchel.api.pipeline.speech import MadeSpeech
-from satchel.api.protocols.openai.speech_answers import transcript_verbose
+from satchel.api.protocols.openai.speech_answers import subtitles, transcript_verbose
 from satchel.cluster.config import Config
 from tests.worlds.api.fake_backend import tiny_backend
 from tests.worlds.api.served_models import served_model
@@ -133,23 +133,39 @@ def test_words_and_segments_come_as_they_are_asked_for():
     assert "words" not in transcript_verbose(made, "transcribe", [])
 
 
+@pytest.mark.slow
 async def test_words_are_asked_of_the_model(http: httpx.AsyncClient, backend: SpeechBackend):
     fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["word", "segment"]}
     answer = await sent(http, file=wav(HEARD[:8000]), model=EAR, **fields, **HOW)
     assert {"words", "segments"} < {*answer.json()} and backend.asked[0].words
 
 
-async def test_subtitles_and_plain_text(http: httpx.AsyncClient, models: dict[str, Any]):
-    reference = own(models)
-    shown = [" ".join(each.text.split()) for each in reference.segments if each.text.strip()]
+async def test_subtitles(http: httpx.AsyncClient, models: dict[str, Any]):
+    shown = [" ".join(each.text.split()) for each in own(models).segments if each.text.strip()]
     srt = await sent(http, model=EAR, response_format="srt", **HOW)
-    blocks = srt.text.strip().split("\n\n")
-    assert [block.split("\n")[2] for block in blocks] == shown
-    assert blocks[0].split("\n")[0] == "1" and blocks[0].split("\n")[1].startswith("00:00:0") and "," in blocks[0]
-    vtt = await sent(http, model=EAR, response_format="vtt", **HOW)
-    assert vtt.text.startswith("WEBVTT\n\n00:00:0") and [*vtt.text.split("\n")[3::3]] == shown
+    assert srt.headers["content-type"].startswith("text/plain")
+    assert [block.split("\n")[2] for block in srt.text.strip().split("\n\n")] == shown != []
+
+
+def test_subtitles_have_clocks_and_no_blank_lines():
+    spoken = [(0.0, 1.5, " Hello\n\nthere"), (2.0, 2.0, " "), (3599.9996, 3661.25, "a --> b")]
+    made = MadeSpeech(
+        served_model(), Transcript("", "", [TranscriptSegment(*each) for each in spoken]), 1.0, (1, 1), "", "", ""
+    )
+    assert subtitles(made, "srt") == (
+        "1\n00:00:00,000 --> 00:00:01,500\nHello there\n\n2\n01:00:00,000 --> 01:01:01,250\na -> b\n"
+    )
+    assert subtitles(made, "vtt") == (
+        "WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nHello there\n\n01:00:00.000 --> 01:01:01.250\na -> b\n"
+    )
+
+
+@pytest.mark.slow
+async def test_plain_text_and_other_subtitles(http: httpx.AsyncClient, models: dict[str, Any]):
     plain = await sent(http, model=EAR, response_format="text", **HOW)
-    assert plain.text == f"{reference.text.strip()}\n"
+    assert plain.text == f"{own(models).text.strip()}\n"
+    vtt = await sent(http, model=EAR, response_format="vtt", **HOW)
+    assert vtt.text.startswith("WEBVTT\n\n00:00:0")
 
 
 async def test_a_streamed_transcript_without_a_model_is_the_first_that_listens(
