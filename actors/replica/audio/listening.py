@@ -156,7 +156,8 @@ class ListeningModel:
         if request.language:
             how["language"] = request.language
         if request.text:
-            how[self._prompt] = request.text
+            # Tokenizers would read `<|…|>` in a caller's text as a control token.
+            how[self._prompt] = request.text.replace("<|", "< |")
         # 0 leaves it to the library: Whisper begins there, and goes up if the text is improbable.
         if request.temperature:
             how["temperature"] = request.temperature

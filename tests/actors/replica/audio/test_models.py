@@ -39,8 +39,8 @@ def heard(model: ListeningModel, **fields: Any) -> tuple[Any, list[str]]:
         (31, {}, {}),
         (
             3,
-            {"language": "de", "text": "Ada", "temperature": 0.7},
-            {"language": "de", "initial_prompt": "Ada", "temperature": 0.7},
+            {"language": "de", "text": "Ada <|0.00|>", "temperature": 0.7},
+            {"language": "de", "initial_prompt": "Ada < |0.00|>", "temperature": 0.7},
         ),
         (3, {"task": TRANSLATE}, {"task": "translate"}),
         pytest.param(3, {"words": True}, {"word_timestamps": True}, marks=pytest.mark.slow),
