@@ -412,3 +412,76 @@ def steps_told(pipeline: Any, called: Callable[[], None], evaluated: Callable[[S
             setattr(pipeline, name, transformer)
 
     return Change(make, undo)
+
+
+def evaluations_told(told: Callable[[], None]) -> Change:
+    """Tells whenever this process has evaluated arrays.
+
+    Changes: `mlx.core.eval` and `mlx.core.async_eval`, in this process.
+    Why: mlx-audio writes down a whole file, and speaks a whole segment, in one call, which takes no function to call
+        meanwhile. Whisper and others evaluate arrays at every step.
+    Fits: mlx 0.32.4, mlx-audio 0.6.2.
+    Noticed by: tests/actors/test_patches.py::test_each_evaluation_is_told
+
+    Args:
+        told: called after each evaluation, on its thread. What it raises ends the call.
+    """
+    mx: Any = import_module("mlx.core")
+    evaluate, begin = mx.eval, mx.async_eval
+
+    def evaluated(*arrays: Any) -> None:
+        evaluate(*arrays)
+        told()
+
+    def begun(*arrays: Any) -> None:
+        begin(*arrays)
+        told()
+
+    def bind(one: Any, other: Any) -> None:
+        mx.eval, mx.async_eval = one, other
+
+    return Change(lambda: bind(evaluated, begun), lambda: bind(evaluate, begin))
+
+
+def hub_closed() -> Change:
+    """Has the Hub's client find nothing: it neither asks the Hub nor looks into its cache.
+
+    Changes: `HF_HUB_OFFLINE` and `HF_HUB_CACHE` of `huggingface_hub.constants`, in this process.
+    Why: some of mlx-audio's families load further repositories by name, while they are loaded or in a request. They
+        would not be part of the model's id, and a request would wait for the network.
+    Fits: huggingface-hub 2.4.0.
+    Noticed by: tests/actors/test_patches.py::test_a_closed_hub_is_not_asked
+    """
+    from huggingface_hub import constants
+
+    names = ("HF_HUB_OFFLINE", "HF_HUB_CACHE")
+    before = [getattr(constants, name) for name in names]
+
+    def bind(values: Iterable[Any]) -> None:
+        for name, value in zip(names, values, strict=True):
+            setattr(constants, name, value)
+
+    return Change(lambda: bind((True, "/nonexistent")), lambda: bind(before))
+
+
+def windows_decoded_by(model: Any, decode: Callable[..., Any]) -> Change:
+    """Has another function decode the windows of a Whisper model of mlx-audio.
+
+    Changes: `decode` of that one model.
+    Why: mlx-audio writes down a whole file in one call, and tells nobody what it has so far.
+    Fits: mlx-audio 0.6.2.
+    Noticed by: tests/actors/test_patches.py::test_a_whisper_models_windows_are_decoded_by_another_function
+
+    Args:
+        decode: gets the model's own function, a window and what else it is called with.
+    """
+    own = model.decode
+
+    def decoded(window: Any, *given: Any, **named: Any) -> Any:
+        return decode(own, window, *given, **named)
+
+    def undo() -> None:
+        # The class has it too.
+        del model.decode
+
+    return Change(lambda: setattr(model, "decode", decoded), undo)

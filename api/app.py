@@ -28,6 +28,7 @@ from .page.routes import PageRoutes
 from .pipeline.embedding import Embedder
 from .pipeline.generation import Generator
 from .pipeline.images import ImageMaker
+from .pipeline.speech import SpeechMaker
 from .protocols.anthropic.routes import MessageRoutes
 from .protocols.ollama.routes import OllamaRoutes
 from .protocols.openai.audio_routes import AudioRoutes
@@ -105,7 +106,7 @@ def create_app(
         TokenRoutes(answering),
         embeddings,
         ImageRoutes(answering, ImageMaker(generator), config.endpoint),
-        AudioRoutes(answering),
+        AudioRoutes(answering, SpeechMaker(generator)),
         MessageRoutes(answering),
         responses,
         ConversationRoutes(answering),

@@ -161,7 +161,7 @@ class HttpEndpoint:
     @answers(EndpointClient.warm)
     async def warm(self) -> None:
         for model in await self._generator.backend.models():
-            if not model.info.images.family:
+            if model.info.makes_text:
                 await self._generator.text_model(model)
 
     @answers(EndpointClient.close)

@@ -32,6 +32,9 @@ COMPONENTS = "model_index.json"
 """In the place of `config.json`, in folders of models that make images, which have a folder for each component."""
 
 IMAGE_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+SPEECH_PATTERNS = [*IMAGE_PATTERNS, "*.npz", "*.yaml"]
+"""Models of speech have voices, codecs and tokenizers in folders."""
+
 _MARKS = ("config.json", COMPONENTS)
 
 _SUBFOLDERS = ["*/*"]
@@ -47,11 +50,12 @@ _RESUMED_BYTES_MIN = 8 * 2**20
 """Smaller files are fetched by the Hub's client, which does not continue them."""
 
 
-def resolve(source: str, progress: Progress, *, code: bool = False) -> Path:
+def resolve(source: str, progress: Progress, *, code: bool = False, speech: bool = False) -> Path:
     """Returns the folder of a model. A Hub id is downloaded if it is not in the Hub's cache yet.
 
     Args:
         code: whether to download its Python files, too.
+        speech: whether it is a model of speech, of which the weights may have any name, and folders belong to it.
 
     Raises:
         ModelLoadError: no such folder or embedded model, or the download failed; says what to do.
@@ -62,6 +66,8 @@ def resolve(source: str, progress: Progress, *, code: bool = False) -> Path:
             known = ", ".join(embedded_names()) or "none"
             raise ModelLoadError(f"no embedded model {folder.name!r}; there are: {known}")
         return folder
+    if speech:
+        return _find(source, (_MARKS,), SPEECH_PATTERNS, progress, ())
     return _find(source, (_MARKS,), [*HUB_PATTERNS, CODE] if code else HUB_PATTERNS, progress)
 
 
@@ -133,8 +139,15 @@ def _parsed(path: Path) -> Any:
         raise ModelLoadError(f"{path} cannot be read: {error}") from None
 
 
-def _find(source: str, needed: Sequence[Sequence[str]], patterns: Sequence[str], progress: Progress) -> Path:
-    """Returns the folder of a source. Of each of the `needed` lists it must have one file."""
+def _find(
+    source: str,
+    needed: Sequence[Sequence[str]],
+    patterns: Sequence[str],
+    progress: Progress,
+    ignored: Sequence[str] = tuple(_OTHER_SUBFOLDERS),
+) -> Path:
+    """Returns the folder of a source. Of each of the `needed` lists it must have one file. Files like the `ignored` are
+    not downloaded."""
     try:
         folder = Path(source).expanduser()
     except RuntimeError:
@@ -147,7 +160,7 @@ def _find(source: str, needed: Sequence[Sequence[str]], patterns: Sequence[str],
     repository, at, revision = source.partition("@")
     if source.startswith(("/", ".", "~")) or repository.count("/") != 1 or (at and not revision):
         raise ModelLoadError(_no_source(source))
-    wanted = _Download(source, repository, revision or None, needed, patterns, progress)
+    wanted = _Download(source, repository, revision or None, needed, patterns, progress, ignored)
     with _in_words(wanted):
         return wanted.run()
 
@@ -285,7 +298,7 @@ class _Download:
                 f"{plan.free_bytes / _GB:.2f} GB are free at {plan.place}; make room, or set HF_HOME to a folder on "
                 "another disk"
             )
-        if any("/" in name for name in plan.files if name.endswith(".safetensors")):
+        if self.ignored and any("/" in name for name in plan.files if name.endswith(".safetensors")):
             return self._with_components().fetched(plan)
         return self.fetched(plan)
 

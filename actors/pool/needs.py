@@ -8,6 +8,7 @@ from ...cluster.config.config import Model
 from ...cluster.errors import ModelLoadError
 from ..model_files.image_folders import has_image_layout, read_component_files
 from ..model_files.source import ADAPTER_WEIGHTS, found_here
+from ..model_files.speech_folders import read_speech_weights, speech_folder
 from ..model_files.weights import WeightFile, bytes_in_memory, read_weight_file, read_weight_files
 
 
@@ -24,6 +25,8 @@ def weights_bytes(model: Model) -> int:
         folder = found_here(model.source)
         if folder is not None and has_image_layout(folder):
             return bytes_in_memory(read_component_files(folder), None)
+        if folder is not None and speech_folder(folder) is not None:
+            return bytes_in_memory(read_speech_weights(folder), None)
         files = [*read_weight_files(folder), *_adapters(model)] if folder is not None else []
     except ModelLoadError:
         return 0

@@ -37,6 +37,7 @@ from .router_messages import (
     SequenceLeft,
     StoreReport,
 )
+from .speech_messages import SpeechRequest, SpeechUpdate
 
 GIVE_ROOM_S = 10.0
 """How long the pool waits for a model to become idle, to give its room away."""
@@ -196,7 +197,7 @@ class PoolClient(Client):
         ...
 
 
-def _by_deadline(timing: Timing, request: GenerateRequest | PoolingRequest | ImageRequest) -> float:
+def _by_deadline(timing: Timing, request: GenerateRequest | PoolingRequest | ImageRequest | SpeechRequest) -> float:
     return request.deadline_s + timing.answer_s
 
 
@@ -278,6 +279,16 @@ class ReplicaClient(Client):
         Raises:
             ReplicaLost: the replica does not know the image: it has started anew, or has given the image up.
         """
+        ...
+
+    @method(_by_deadline, large=True)
+    def do_speech(self, request: SpeechRequest) -> None:
+        """Queues a transcript, or a text to be spoken; as `make_image`."""
+        ...
+
+    @method(lambda timing, request_id, number: timing.frame_silence_s)
+    def next_speech(self, request_id: str, number: int) -> SpeechUpdate | None:
+        """Returns how far it is; as `next_image`."""
         ...
 
     @method(lambda timing, consumer, number: timing.frame_silence_s)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .speech_messages import SpeechInfo
+
 IDLE_PRIORITY = -1_000_000
 """Sequences of this priority or less are computed only while no other sequence waits or has a place."""
 
@@ -289,7 +291,7 @@ class ModelInfo:
     `stages` are those of a divided model; then `layers` describes the last one's. `joins` is how many layers the whole
     model has if KV of any of them can be cut out and joined, else 0.
 
-    `images` says how it makes images; then it generates no text.
+    `images` says how it makes images, and `speech` what it does with speech; then it generates no text in chats.
 
     `adapters` are those that requests may name. `with_adapter` describes the model with one of them, as a model of its
     own: then `parent` is the name of the model, and `adapter` the adapter's digest."""
@@ -327,6 +329,12 @@ class ModelInfo:
     parent: str = ""
     adapter: bytes = b""
     images: ImageInfo = field(default_factory=ImageInfo)
+    speech: SpeechInfo = field(default_factory=SpeechInfo)
+
+    @property
+    def makes_text(self) -> bool:
+        """Whether it generates text."""
+        return not (self.images.family or self.speech.family)
 
     @property
     def replicas_of(self) -> str:
@@ -424,6 +432,12 @@ class ReplicaStats:
     """The images that it has made."""
     image_steps_total: int = 0
     """The steps of images that it has computed."""
+    transcripts_total: int = 0
+    transcribed_s_total: float = 0.0
+    """The transcripts that it has made, and the seconds of their audio."""
+    speeches_total: int = 0
+    spoken_s_total: float = 0.0
+    """The texts that it has spoken, and the seconds of their audio."""
 
     @property
     def kv_usage(self) -> float:

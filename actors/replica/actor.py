@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -52,20 +52,21 @@ from ..protocol.replica_messages import (
     SequenceUpdate,
     StageInfo,
 )
+from ..protocol.speech_messages import SpeechRequest, SpeechUpdate
 from ..rpc.client import actor_handle
 from ..rpc.local import LocalAddress, LocalServer
 from ..rpc.shell import answers
 from ..supervision.stall import pause_s
 from ..supervision.watchdog import ENGINE, Watchdog
 from .describing import Proving, model_info, replica_stats
-from .images.describing import image_model_info, image_stats
-from .images.progress import ImageProgress, queue_image
+from .jobs.describing import job_model_info, job_stats
+from .jobs.host import JobHost
 from .loop.consumers import Consumers
 
 if TYPE_CHECKING:
     from .execution.media.language_inputs import ImageEmbeddings
     from .execution.sampling.grammar import SequenceGrammar
-    from .images.engine import ImageEngine
+    from .jobs.engine import JobEngine
     from .loop.engine import Engine
     from .memory.disk_tier import DiskTier
     from .memory.replica_memory import ReplicaMemory
@@ -126,9 +127,7 @@ class ReplicaActor:
         self._loading = _LoadProgress()
         self._engine: Engine | None = None
         self._plain_since = 0.0
-        self._images: tuple[ImageEngine, Path] | None = None
-        """What makes images, and the model's folder; None if the model generates text, or is not loaded yet."""
-        self._image_progress: ImageProgress | None = None
+        self._jobs = JobHost(timing)
         self._draining = False
         self._proven: Proven | None = None
         self._disk: DiskTier | None = None
@@ -151,13 +150,13 @@ class ReplicaActor:
         self._asked = True
         if self._loading.error is not None:
             raise self._loading.error
-        ready = self._engine is not None or self._images is not None
+        ready = self._engine is not None or self._jobs.engine is not None
         return ReplicaProgress(self._loading.what, self._loading.fraction, ready)
 
     @answers(ReplicaClient.info)
     async def info(self) -> ModelInfo | None:
-        if self._images is not None:
-            return image_model_info(self._name, self._node, self._model, *self._images)
+        if (jobs := self._jobs.engine) is not None:
+            return job_model_info(self._name, self._node, self._model, jobs, self._jobs.folder)
         if self._engine is None:
             return None
         notes = list(self._proven.notes) if self._proven is not None else []
@@ -173,8 +172,8 @@ class ReplicaActor:
     async def stats(self) -> ReplicaStats:
         self._asked = True
         names, answers = (self._name, self._node, self._model.name), not self._watchdog.is_slow(ENGINE)
-        if self._images is not None:
-            return image_stats(*names, *self._images, self._memory, answers=answers)
+        if (jobs := self._jobs.engine) is not None:
+            return job_stats(*names, jobs, self._jobs.folder, self._memory, answers=answers)
         if self._engine is None:
             return ReplicaStats(self._name, self._model.name, answers=False)
         return replica_stats(*names, self._engine, self._proving(), self._disk, self._memory, answers=answers)
@@ -280,33 +279,33 @@ class ReplicaActor:
 
     def _no_text(self) -> SatchelError:
         """Returns why no engine takes texts."""
-        if self._images is not None:
-            return InvalidRequest(f"the model {self._model.name!r} makes images, and no text", param="model")
+        if (jobs := self._jobs.engine) is not None:
+            return InvalidRequest(f"the model {self._model.name!r} {jobs.does}, and no text", param="model")
         return NoReplica(f"{self._model.name} is still loading")
 
     @answers(ReplicaClient.make_image)
     async def make_image(self, request: ImageRequest) -> None:
-        if self._images is None:
-            if self._engine is None:
-                raise NoReplica(f"{self._model.name} is still loading")
-            raise InvalidRequest(f"the model {self._model.name!r} makes no images", param="model")
-        self._known()
-        (engine, _), progress = self._images, self._images_known()
-        await queue_image(engine, progress, request)
+        await self._queue_job(request, "makes no images")
 
     @answers(ReplicaClient.next_image)
     async def next_image(self, request_id: str, number: int) -> ImageUpdate | None:
-        return await self._images_known().next_update(request_id, number)
+        return await self._jobs.next_update(request_id, number)
 
-    def _images_known(self) -> ImageProgress:
-        """As `_known`, for images."""
-        if self._image_progress is None:
-            self._image_progress = ImageProgress(self._abort_images, self._timing)
-        return self._image_progress
+    @answers(ReplicaClient.do_speech)
+    async def do_speech(self, request: SpeechRequest) -> None:
+        await self._queue_job(request, "does nothing with speech")
 
-    def _abort_images(self, request_ids: tuple[str, ...]) -> None:
-        if self._images is not None:
-            self._images[0].abort(request_ids)
+    @answers(ReplicaClient.next_speech)
+    async def next_speech(self, request_id: str, number: int) -> SpeechUpdate | None:
+        return await self._jobs.next_update(request_id, number)
+
+    async def _queue_job(self, request: ImageRequest | SpeechRequest, does_not: str) -> None:
+        self._known()
+        if (engine := self._jobs.engine) is not None:
+            return await self._jobs.queue(engine, request)
+        if self._engine is None:
+            raise NoReplica(f"{self._model.name} is still loading")
+        raise InvalidRequest(f"the model {self._model.name!r} {does_not}", param="model")
 
     @answers(ReplicaClient.next_frame)
     async def next_frame(self, consumer: str, number: int) -> list[SequenceUpdate] | None:
@@ -373,7 +372,7 @@ class ReplicaActor:
         self._known().forget_sequences(self._looking.intersection(request_ids))
         if self._engine is not None:
             self._engine.abort(tuple(request_ids))
-        self._abort_images(tuple(request_ids))
+        self._jobs.abort(tuple(request_ids))
 
     @answers(ReplicaClient.release)
     async def release(self, kept: KVSelection) -> int:
@@ -421,7 +420,7 @@ class ReplicaActor:
         # The caller ends this process next.
         self._watchdog.leave()
         self._draining = True
-        for engine in filter(None, (self._engine, self._images and self._images[0])):
+        for engine in filter(None, (self._engine, self._jobs.engine)):
             engine.drain()
             if end_sequences:
                 engine.end_all(leaves=leaves)
@@ -474,10 +473,10 @@ class ReplicaActor:
         if not plain:
             self._plain_since = 0.0
 
-    def _take_up_images(self, engine: ImageEngine, folder: Path) -> None:
+    def _take_up_jobs(self, engine: JobEngine[Any], folder: Path) -> None:
         if self._draining:
             engine.drain()
-        self._images = engine, folder
+        self._jobs.take_up(engine, folder)
 
     def _note_progress(self, what: str, fraction: float | None) -> None:
         self._loading.what, self._loading.fraction = what, fraction
@@ -485,10 +484,6 @@ class ReplicaActor:
     def _send(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._deliver, updates)
-
-    def _send_image(self, request_id: str, update: ImageUpdate) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._images_known().deliver, request_id, update)
 
     def _pause(self) -> None:
         """Waits if earlier processes of this replica ended soon after their start, longer every time: a replica that
@@ -562,8 +557,8 @@ class _Shell:
     def send(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         self._actor._send(updates)
 
-    def take_up_images(self, engine: ImageEngine, folder: Path) -> None:
-        self._actor._take_up_images(engine, folder)
+    def take_up_jobs(self, engine: JobEngine[Any], folder: Path) -> None:
+        self._actor._take_up_jobs(engine, folder)
 
-    def send_image(self, request_id: str, update: ImageUpdate) -> None:
-        self._actor._send_image(request_id, update)
+    def send_job(self, request_id: str, update: Any) -> None:
+        self._actor._jobs.send(request_id, update)

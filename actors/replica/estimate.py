@@ -23,6 +23,7 @@ from ..model_files.foreign_code import refuse_model_file
 from ..model_files.image_folders import has_image_layout, read_component_files
 from ..model_files.media.processors import sees
 from ..model_files.source import first_sentence, read_json
+from ..model_files.speech_folders import read_speech_weights, speech_folder
 from ..model_files.weights import bytes_in_memory, read_weight_files
 from .execution.media.vision import LanguagePart
 from .kernels.sealing import POLICIES
@@ -124,6 +125,12 @@ def estimate(source: str, folder: Path, kv: str = AUTO) -> ModelEstimate:
         raise ModelLoadError(
             f"{source} makes images: it keeps no KV, and needs {weights / 1e9:.2f} GB for its weights besides what an "
             "image takes"
+        )
+    if speech_folder(folder) is not None:
+        weights = bytes_in_memory(read_speech_weights(folder), None)
+        raise ModelLoadError(
+            f"{source} is a model of speech: it keeps no KV, and needs {weights / 1e9:.2f} GB for its weights besides "
+            "what its audio takes"
         )
     config = read_json(folder / "config.json")
     refuse_model_file(source, config, trusted=False)

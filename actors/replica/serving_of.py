@@ -8,14 +8,17 @@ from typing import Any
 from ...cluster.config.config import Logs, Traces
 from ...cluster.config.stages import GroupPlan
 from ..model_files.image_folders import has_image_layout
+from ..model_files.speech_folders import speech_folder
+from .audio.serving import SpeechServing
 from .group.serving import GroupServing
 from .images.serving import ImageServing
+from .jobs.serving import JobServing
 from .serving import Serving
 
 
 def serving_of(
     how: tuple[Any, ...], plan: GroupPlan | None, logs: Logs, traces: Traces, folder: Path | None = None
-) -> Serving | ImageServing:
+) -> Serving | JobServing:
     """Returns what loads and serves a model.
 
     Args:
@@ -25,4 +28,6 @@ def serving_of(
     """
     if folder is not None and has_image_layout(folder):
         return ImageServing(*how)
+    if folder is not None and speech_folder(folder) is not None:
+        return SpeechServing(*how)
     return Serving(*how) if plan is None else GroupServing(*how, plan=plan, logs=logs, traces=traces)

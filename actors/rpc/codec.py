@@ -16,7 +16,7 @@ import msgpack
 
 from ...cluster.errors import SatchelError, from_wire
 
-VERSION = 31
+VERSION = 32
 """Of all methods and messages: both sides must run the same one."""
 
 T = TypeVar("T")

@@ -16,11 +16,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import NoReturn, Protocol
 
 from ...actors.model_files.image_folders import has_image_layout
 from ...actors.model_files.source import found_here
+from ...actors.model_files.speech_folders import speech_folder
 from ...cluster.bring_up.launch import Launcher, unresolved
 from ...cluster.bring_up.ports import check_endpoint, check_port_free
 from ...cluster.bring_up.runtime import LocalCluster
@@ -271,29 +272,50 @@ def _run(
         cluster.tend()
 
 
+_JSON_HEADER = "  {curl} -H 'Content-Type: application/json' \\"
+_TRIED = MappingProxyType(
+    {
+        "": (
+            "chat/completions",
+            [_JSON_HEADER, """    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'"""],
+        ),
+        "images": (
+            "images/generations",
+            [_JSON_HEADER, """    -d '{{"model": "{name}", "prompt": "a red cube", "size": "512x512"}}'"""],
+        ),
+        "tts": (
+            "audio/speech",
+            [_JSON_HEADER, """    -d '{{"model": "{name}", "input": "Hello"}}' -o hello.wav"""],
+        ),
+        "stt": ("audio/transcriptions", ["  {curl} -F model={name} -F file=@speech.wav"]),
+    }
+)
+"""How a model of a kind is tried: the route, and the lines of a command."""
+
+
 def _announce(deployment: RunningDeployment, config: Config, progress: ProgressDisplay) -> None:
     url, trusting = for_clients(deployment.url, config.endpoint)
     progress.say(f"\nReady: {url}/v1", f"Models: {', '.join(deployment.models)}", "Try it:")
-    texts = [model.name for model in config.models if not _makes_images(model.source)]
-    route, rest = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
-    if not texts:
-        route, rest = "images/generations", '"prompt": "a red cube", "size": "512x512"'
-    progress.say(
-        f"  curl {trusting}{url}/v1/{route} -H 'Content-Type: application/json' \\",
-        f'    -d \'{{"model": "{[*texts, *deployment.models][0]}", {rest}}}\'',
-    )
+    kinds = {model.name: _kind(model.source) for model in config.models}
+    first = next((name for name, kind in kinds.items() if not kind), deployment.models[0])
+    route, rest = _TRIED[kinds.get(first, "")]
+    progress.say(*[line.format(curl=f"curl {trusting}{url}/v1/{route}", name=first) for line in rest])
     # The log of a background server leaves this out.
     if sys.stdout.isatty():
         progress.say("Ctrl-C stops.")
 
 
-def _makes_images(source: str) -> bool:
-    """Returns whether a model's folder is on this machine and is that of a model that makes images."""
+def _kind(source: str) -> str:
+    """Returns `images`, `stt` or `tts` if a model's folder is on this machine and is that of a model of images or of
+    speech; else ""."""
     try:
         folder = found_here(source)
     except SatchelError:
-        return False
-    return folder is not None and has_image_layout(folder)
+        return ""
+    if folder is None or has_image_layout(folder):
+        return "images" if folder is not None else ""
+    speech = speech_folder(folder)
+    return speech.kind if speech is not None else ""
 
 
 def for_clients(url: str, endpoint: Endpoint) -> tuple[str, str]:

@@ -529,7 +529,7 @@ def _check_text(info: ModelInfo) -> None:
     Raises:
         ModelLoadError: its tokenizer does not load.
     """
-    if Path(info.folder).is_dir() and not info.images.family:
+    if Path(info.folder).is_dir() and info.makes_text:
         load_text_model(info.folder, name=info.name, trusted=info.trust_remote_code)
 
 

@@ -26,9 +26,11 @@ _ENCODED_NAME = re.compile(rb";\s*filename\*\s*=", re.IGNORECASE)
 
 @dataclass
 class Form:
-    """The parts of a form: texts by name, and contents of files by name, in their order."""
+    """The parts of a form: texts by name, the last of each, and contents of files by name, in their order. `lists` has
+    all texts."""
 
     fields: dict[str, str] = field(default_factory=dict)
+    lists: dict[str, list[str]] = field(default_factory=dict)
     files: dict[str, list[bytes]] = field(default_factory=dict)
 
 
@@ -158,6 +160,8 @@ class _InMemory(FormParts):
             self.form.files.setdefault(self._name, []).append(bytes(self._data))
             return
         try:
-            self.form.fields[self._name] = self._data.decode("utf-8")
+            text = self._data.decode("utf-8")
         except UnicodeDecodeError:
             raise InvalidRequest(f"{self._name[:100]}: is not UTF-8", param=self._name[:100]) from None
+        self.form.fields[self._name] = text
+        self.form.lists.setdefault(self._name, []).append(text)

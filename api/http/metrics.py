@@ -58,6 +58,11 @@ class _Replicas(Collector):
         yield self._counter("satchel_embedded_tokens", "Tokens of texts embedded or ranked.", "embedded_tokens_total")
         yield self._counter("satchel_images", "Images made.", "images_total")
         yield self._counter("satchel_image_steps", "Steps of images computed.", "image_steps_total")
+        yield self._counter("satchel_transcripts", "Transcripts made by models of speech.", "transcripts_total")
+        transcribed = "Seconds of audio that models of speech wrote down."
+        yield self._counter("satchel_transcribed_seconds", transcribed, "transcribed_s_total")
+        yield self._counter("satchel_speeches", "Texts spoken.", "speeches_total")
+        yield self._counter("satchel_spoken_seconds", "Seconds of audio spoken.", "spoken_s_total")
         yield self._counter(
             "satchel_prepared_tokens", "Tokens prefilled before a request needed them.", "prepared_tokens_total"
         )

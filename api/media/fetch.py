@@ -222,13 +222,7 @@ class PictureLoader:
         rate, limits = processor.rate, AudioLimits(self._limits.audio_seconds_max, self._limits.timeout_s)
 
         async def decoded(data: bytes) -> Sequence[Loaded]:
-            most = longest(data, limits)
-            if (wanted := most.bytes_at(rate)) > self._limits.held_bytes_max:
-                raise Undecodable(f"may need {wanted} bytes of memory, more than media.held_bytes_max")
-            async with self._shelf.room(wanted):
-                audio = await self._videos.run(most.samples, decode_audio, data, rate, limits)
-                self._shelf.hold([audio])
-            return [audio]
+            return [await self._decoded_audio(data, rate)]
 
         audio = (await self._load(source.url, source.where, ("audio", rate, limits), decoded, video=True))[0]
         assert isinstance(audio, Audio)
@@ -239,6 +233,17 @@ class PictureLoader:
         except ValueError as error:
             what = f"{source.where}: audio of {audio.count / rate:.3g} s {error}"
             raise InvalidRequest(what, param=source.where) from error
+        return audio
+
+    async def _decoded_audio(self, data: bytes, rate: int) -> Audio:
+        """Returns the audio in a file. Raises `Undecodable`, or `Unavailable` as `load`."""
+        limits = AudioLimits(self._limits.audio_seconds_max, self._limits.timeout_s)
+        most = longest(data, limits)
+        if (wanted := most.bytes_at(rate)) > self._limits.held_bytes_max:
+            raise Undecodable(f"may need {wanted} bytes of memory, more than media.held_bytes_max")
+        async with self._shelf.room(wanted):
+            audio = await self._videos.run(most.samples, decode_audio, data, rate, limits)
+            self._shelf.hold([audio])
         return audio
 
     async def _decoded(self, data: bytes, shown: Shown) -> list[Picture]:
@@ -255,14 +260,30 @@ class PictureLoader:
         Raises:
             InvalidRequest, Unavailable: as `load`.
         """
-        if len(data) > self._limits.source_bytes_max:
-            most = f"{self._limits.source_bytes_max} bytes (media.source_bytes_max)"
-            raise InvalidRequest(f"{where} has more than {most}", param=where)
+        self._check_size(data, where)
         try:
             async with self._turns[False, False]:
                 return (await self._decoded(data, Shown(side_max)))[0]
         except Undecodable as error:
             raise InvalidRequest(f"{where} {error}", param=where) from error
+
+    async def load_audio_file(self, data: bytes, where: str, rate: int) -> Audio:
+        """Returns the audio in an uploaded file, at `rate` samples a second.
+
+        Raises:
+            InvalidRequest, Unavailable: as `load`.
+        """
+        self._check_size(data, where)
+        try:
+            async with self._turns[True, False]:
+                return await self._decoded_audio(data, rate)
+        except Undecodable as error:
+            raise InvalidRequest(f"{where} {error}", param=where) from error
+
+    def _check_size(self, data: bytes, where: str) -> None:
+        if len(data) > self._limits.source_bytes_max:
+            most = f"{self._limits.source_bytes_max} bytes (media.source_bytes_max)"
+            raise InvalidRequest(f"{where} has more than {most}", param=where)
 
     async def load_video(self, source: VideoSource) -> list[Picture]:
         """Loads the frames to show, in order, each with its time.

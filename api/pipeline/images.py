@@ -10,6 +10,7 @@ import math
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ...actors.protocol.replica_messages import (
     IMAGE_SIDE_MAX,
@@ -28,6 +29,7 @@ from ..requests.requests import Request
 from .generation import Generator
 from .kinds import check_makes_images, image_models
 from .spans import IMAGES, note_model, note_usage
+from .told import news_and_result
 
 USUAL_SIDE = 1024
 """The width and height of an image whose size is `auto`, in pixels."""
@@ -141,25 +143,9 @@ class ImageMaker:
             note_usage(span(), usage.text + usage.given, completion_tokens=usage.made)
             return _made(model, asked, answers, usage)
 
-    async def stream(self, request: ImagesRequest) -> AsyncGenerator[ImageUpdate | MadeImages, None]:
+    def stream(self, request: ImagesRequest) -> AsyncGenerator[ImageUpdate | MadeImages, None]:
         """Yields how far an image is, and then the images. Raises as `make`. Closing it ends the request."""
-        updates: asyncio.Queue[ImageUpdate] = asyncio.Queue()
-        made = asyncio.create_task(self.make(request, updates.put_nowait))
-        try:
-            while not made.done():
-                update = asyncio.create_task(updates.get())
-                try:
-                    await asyncio.wait({made, update}, return_when=asyncio.FIRST_COMPLETED)
-                    if update.done():
-                        yield update.result()
-                finally:
-                    update.cancel()
-            while not updates.empty():
-                yield updates.get_nowait()
-            yield made.result()
-        finally:
-            made.cancel()
-            await asyncio.wait({made})
+        return news_and_result(partial(self.make, request))
 
     async def _model(self, request: ImagesRequest) -> ServedModel:
         """Returns the model called `request.model`, and for "" the first one that makes images."""

@@ -1,41 +1,75 @@
-"""Models that make text, and models that make images. Pure."""
+"""Models that make text, models that make images, and models of speech. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ...actors.protocol.replica_messages import ModelInfo
+from ...actors.protocol.speech_messages import SPEAK
 from ...cluster.errors import InvalidRequest
 from ..requests.backend import ListedModel, ServedModel
 
-IMAGE_ROUTES = ("/v1/images/generations", "/v1/images/edits")
-"""The routes that serve models that make images; no other route does."""
+TEXT_ROUTES = "POST /v1/chat/completions and the other routes of text"
+IMAGE_ROUTES = "POST /v1/images/generations and /v1/images/edits"
+LISTENING_ROUTES = "POST /v1/audio/transcriptions and /v1/audio/translations"
+SPEAKING_ROUTE = "POST /v1/audio/speech"
+"""The routes that serve models of a kind; no other route does."""
+
+
+def does(info: ModelInfo) -> tuple[str, str]:
+    """Returns what a model does, and the routes that serve it."""
+    if info.images.family:
+        return "makes images", IMAGE_ROUTES
+    if info.speech.speaks:
+        return "speaks", SPEAKING_ROUTE
+    if info.speech.listens:
+        return "writes down speech", LISTENING_ROUTES
+    return "makes text", TEXT_ROUTES
 
 
 def check_makes_text(model: ServedModel) -> None:
     """
     Raises:
-        InvalidRequest: the model makes images.
+        InvalidRequest: the model does something else.
     """
-    if model.info.images.family:
-        message = f"the model {model.info.name!r} makes images: POST {' and '.join(IMAGE_ROUTES)} serve it"
-        raise InvalidRequest(message, param="model")
+    if not model.info.makes_text:
+        raise _other(model, "no text")
 
 
 def check_makes_images(model: ServedModel) -> None:
     """
     Raises:
-        InvalidRequest: the model makes text.
+        InvalidRequest: the model does something else.
     """
     if not model.info.images.family:
-        message = (
-            f"the model {model.info.name!r} makes no images: it is served by POST /v1/chat/completions and the other"
-        )
-        raise InvalidRequest(f"{message} routes of text", param="model")
+        raise _other(model, "no images")
+
+
+def check_does_speech(model: ServedModel, task: str) -> None:
+    """
+    Raises:
+        InvalidRequest: the model does not speak, if the task is `speak`, or writes down no speech.
+    """
+    speech = model.info.speech
+    if not (speech.speaks if task == SPEAK else speech.listens):
+        raise _other(model, "no audio" if task == SPEAK else "no transcripts")
+
+
+def _other(model: ServedModel, wanted: str) -> InvalidRequest:
+    what, routes = does(model.info)
+    message = f"the model {model.info.name!r} {what}, and makes {wanted}: it is served by {routes}"
+    return InvalidRequest(message, param="model")
 
 
 def image_models(models: Iterable[ServedModel]) -> list[str]:
     """Returns the names of the models that make images."""
     return [model.info.name for model in models if model.info.images.family]
+
+
+def speech_models(models: Iterable[ServedModel], task: str) -> list[str]:
+    """Returns the names of the models that speak, or that write down speech."""
+    infos = (model.info for model in models)
+    return [info.name for info in infos if (info.speech.speaks if task == SPEAK else info.speech.listens)]
 
 
 def first_of_text(listed: Sequence[ListedModel], models: Iterable[ServedModel]) -> ListedModel:
@@ -45,5 +79,5 @@ def first_of_text(listed: Sequence[ListedModel], models: Iterable[ServedModel]) 
         listed: at least one.
         models: those that have been loaded.
     """
-    others = image_models(models)
+    others = {model.info.name for model in models if not model.info.makes_text}
     return next((model for model in listed if model.name not in others), listed[0])

@@ -7,6 +7,7 @@ from ...actors.protocol.replica_messages import GenerateRequest
 from ...cluster.telemetry.context import Span, span
 
 CHAT, COMPLETION, EMBEDDINGS, IMAGES = "chat", "text_completion", "embeddings", "image_generation"
+TRANSCRIPTION, SPEECH = "transcription", "speech"
 """Values of `gen_ai.operation.name`."""
 
 

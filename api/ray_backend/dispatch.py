@@ -24,6 +24,7 @@ from ...actors.protocol.replica_messages import (
     ReplicaStats,
 )
 from ...actors.protocol.router_messages import Decisions, NodeReport
+from ...actors.protocol.speech_messages import SpeechPiece, SpeechRequest
 from ...actors.start import forget_node
 from ...cluster.config.config import Config
 from ...cluster.config.timing import USUAL
@@ -37,7 +38,7 @@ from ...cluster.errors import (
     SatchelError,
 )
 from ...cluster.trust.members import remove as remove_members
-from ..requests.backend import ImageAnswer, ListedModel, NodeState, ServedModel, Vectors
+from ..requests.backend import ImageAnswer, ListedModel, NodeState, ServedModel, SpeechAnswer, Vectors
 from ..requests.loading import Loading
 from ..views.cluster import SeenNodes, node_states
 from .images import RayImage
@@ -45,6 +46,7 @@ from .locator import AgentLocator
 from .pooling import RayPooling
 from .routing import Routing
 from .sequences import RayGeneration, called
+from .speech import RaySpeech
 
 
 class RayBackend:
@@ -119,6 +121,12 @@ class RayBackend:
     ) -> ImageAnswer:
         """As `Backend.make_image`."""
         return await RayImage(self.routing, request, told).run()
+
+    async def do_speech(
+        self, model: ServedModel, request: SpeechRequest, told: Callable[[SpeechPiece], None]
+    ) -> SpeechAnswer:
+        """As `Backend.do_speech`."""
+        return await RaySpeech(self.routing, request, told).run()
 
     async def health(self) -> dict[str, bool]:
         """Returns, for every served model, whether a replica answers and the model's description is known here. One

@@ -23,6 +23,7 @@ from ...actors.protocol.replica_messages import (
     SequenceUpdate,
 )
 from ...actors.protocol.router_messages import Decisions
+from ...actors.protocol.speech_messages import SpeechPiece, SpeechRequest, SpeechUpdate
 from .loading import Loading
 
 
@@ -85,6 +86,16 @@ class ImageAnswer:
     """The last update of an image; otherwise as `Vectors`."""
 
     update: ImageUpdate
+    replica: str
+    node: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class SpeechAnswer:
+    """The last update of a request to a model of speech; otherwise as `Vectors`."""
+
+    update: SpeechUpdate
     replica: str
     node: str = ""
     why: str = ""
@@ -248,6 +259,19 @@ class Backend(Protocol):
 
         Args:
             told: called with each update before the last. If the request fails over, they begin anew.
+
+        Raises:
+            Unavailable, SatchelError: as `pool`.
+        """
+        ...
+
+    async def do_speech(
+        self, model: ServedModel, request: SpeechRequest, told: Callable[[SpeechPiece], None]
+    ) -> SpeechAnswer:
+        """Routes a request for a transcript or a spoken text. Fails over, and is cancelled, as `pool`.
+
+        Args:
+            told: called with each piece, once.
 
         Raises:
             Unavailable, SatchelError: as `pool`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections import OrderedDict
@@ -26,7 +27,7 @@ from transformers import AutoTokenizer, dynamic_module_utils
 
 from satchel.actors import patches
 from satchel.actors.model_files.source import EMBEDDED
-from tests.worlds.models import families, image_families, vision_families
+from tests.worlds.models import families, image_families, speech_families, vision_families
 
 LAYERS = 2
 
@@ -331,6 +332,77 @@ def test_each_step_of_a_pipeline_is_told(image_pipeline: Any):
     with pytest.raises(KeyError), patches.steps_told(image_pipeline, lambda: None, lambda arrays: {}["end"]).for_now():
         image_pipeline.generate_array("a", **how)
     assert code.mx is plain and image_pipeline.transformer is transformer
+
+
+def test_each_evaluation_is_told():
+    told, before = list[int](), (mx.eval, mx.async_eval)
+
+    def tell() -> None:
+        told.append(1)
+        if len(told) > 2:
+            raise KeyError("ended")
+
+    with patches.evaluations_told(tell).for_now():
+        made = mx.ones(2) + 1
+        mx.eval(made)
+        mx.async_eval(made + 1)
+        with pytest.raises(KeyError):
+            mx.eval(made + 2)
+    assert len(told) == 3 and made.tolist() == [2.0, 2.0] and (mx.eval, mx.async_eval) == before
+    # The families of mlx-audio call both by these names.
+    for kind, family in (("stt", "whisper.decoding"), ("tts", "soprano.soprano")):
+        code = import_module(f"mlx_audio.{kind}.models.{family}")
+        written = Path(str(code.__file__)).read_text(encoding="utf-8")
+        assert code.mx is mx and "mx.eval(" in written
+    assert "mx.async_eval(" in Path(str(import_module("mlx_audio.stt.models.whisper.decoding").__file__)).read_text()
+
+
+def test_a_closed_hub_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    known = tmp_path / "models--owner--model"
+    (known / "snapshots/abc").mkdir(parents=True)
+    (known / "refs").mkdir()
+    (known / "refs/main").write_text("abc")
+    (known / "snapshots/abc/config.json").write_text("{}")
+    fetch = {"filename": "config.json", "local_files_only": True}
+    assert huggingface_hub.hf_hub_download("owner/model", **fetch).startswith(str(tmp_path))
+
+    def asked(*address: Any) -> None:
+        raise AssertionError(f"{address} was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", asked)
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
+    with patches.hub_closed().for_now():
+        for call in (
+            lambda: huggingface_hub.hf_hub_download("owner/model", "config.json"),
+            lambda: huggingface_hub.snapshot_download("owner/model"),
+            lambda: AutoTokenizer.from_pretrained("owner/model"),
+        ):
+            with pytest.raises((LocalEntryNotFoundError, OSError)):
+                call()
+    assert huggingface_hub.hf_hub_download("owner/model", **fetch).startswith(str(tmp_path))
+
+
+def test_a_whisper_models_windows_are_decoded_by_another_function(tmp_path: Path):
+    from mlx_audio.stt.utils import load_model as load_listener
+
+    folder = speech_families.write_speech_model(tmp_path / "m", "whisper")
+    model: Any = load_listener(folder, model_type="whisper", model_name_parts=[])
+    windows: list[Any] = []
+
+    def decode(own: Callable[..., Any], window: Any, *given: Any, **named: Any) -> Any:
+        windows.append(window)
+        return own(window, *given, **named)
+
+    samples, plain = mx.array(speech_families.noise(31)), model.decode
+    how = {"temperature": 0.0, "language": "en"}
+    with patches.windows_decoded_by(model, decode).for_now():
+        made = model.generate(samples, **how)
+    assert len({id(window) for window in windows}) == 2
+    assert model.decode == plain and model.generate(samples, **how).text == made.text
 
 
 def test_so_are_those_of_a_pipeline_with_two_transformers():

@@ -494,7 +494,8 @@ def _of_tokens(value: Any, ids: list[int]) -> bool:
 def with_all_tiles(made: dict[str, Any]) -> dict[str, Any]:
     """Returns inputs whose counts of tiles, `(prompts, pictures, 2)`, have a row for every tile. DeepSeek-VL2 of
     mlx-vlm counts as many rows as there are tiles, and would read memory behind the array; rows of 0 end its count."""
-    counts, pixels = (made.get(name) for name in ("images_spatial_crop", _PIXELS))
+    counts: Any = made.get("images_spatial_crop")
+    pixels: Any = made.get(_PIXELS)
     if getattr(counts, "ndim", 0) != 3 or getattr(pixels, "ndim", 0) != 5:
         return made
     missing = max(0, pixels.shape[1] - counts.shape[1])

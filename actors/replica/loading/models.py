@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -371,24 +370,9 @@ def _started(how: _How) -> tuple[_Running, str]:
         elif method := _foreign_quantization(read_json(how.folder / "config.json")):
             why = f"its weights are quantized by {method} ({why}); convert what they were made of (`satchel convert`)"
         elif why.startswith("Model type "):
-            known = _of_mlx_audio(read_json(how.folder / "config.json"))
-            instead = known or "neither mlx-lm nor mlx-vlm has it here; take another model, or a newer Satchel"
+            instead = "neither mlx-lm nor mlx-vlm has it here; take another model, or a newer Satchel"
             why = f"{why.rstrip('.')}: {instead}"
         raise ModelLoadError(f"{how.source} cannot be loaded: {why}") from error
-
-
-def _of_mlx_audio(config: dict[str, Any]) -> str:
-    """Returns why a model of mlx-audio is not served, and what to do; else nothing."""
-    kind = str(config.get("model_type", "")).replace("-", "_")
-    if not kind.isidentifier():
-        return ""
-    for part, does, instead in (
-        ("stt", "writes down speech", "take one that takes audio in chats, such as Qwen3-Omni or Gemma 4"),
-        ("tts", "speaks", "no model that speaks is served"),
-    ):
-        if find_spec(f"mlx_audio.{part}.models.{kind}") is not None:
-            return f"it is a model of mlx-audio that {does}, and such are not served; {instead}"
-    return ""
 
 
 def _foreign_quantization(config: dict[str, Any]) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ....actors.protocol.replica_messages import EmbeddingInfo, ImageInfo
+from ....actors.protocol.replica_messages import EmbeddingInfo, ImageInfo, ModelInfo
+from ....actors.protocol.speech_messages import SpeechInfo
 from ....cluster.errors import SatchelError
 from ...http.error_shapes import openai_error
 from ...pipeline.streams import WAITING, Answer, Finished, TextStream, Usage
@@ -310,12 +311,10 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
     `kv` the KV policy and the reason for it, and `embedding` how it embeds texts. `notes` say what is not served as
     configured, and what its chat template drops. `parent` is the model that an adapter belongs to, as in vLLM, else
     None. `proving` says what its self-test still checks, and since when (Unix time). `stages` says which layers of a
-    divided model are on which node, and is empty for other models. `images` says how it makes images, None if it makes
-    text.
+    divided model are on which node, and is empty for other models. `images` says how it makes images, and `speech` what
+    it does with speech; None if it does not.
     """
     info = model.info
-    pictures = ["image", "video"] if info.pictures else ["image"] if info.images.edits else []
-    seen = [*pictures, *(["audio"] if info.audio else [])]
     return {
         "id": info.name,
         "object": "model",
@@ -325,8 +324,8 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
         "max_model_len": info.context_tokens,
         "context_length": info.context_tokens,
         "architecture": {
-            "input_modalities": ["text", *seen],
-            "output_modalities": ["image" if info.images.family else "text"],
+            "input_modalities": _input_modalities(info),
+            "output_modalities": ["image" if info.images.family else "audio" if info.speech.speaks else "text"],
         },
         "memory": info.layers,
         "kv": {"policy": info.kv, "why": info.kv_why},
@@ -335,6 +334,31 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
         "embedding": _embedding_body(info.embedding),
         "stages": stage_views(info.stages),
         "images": _image_body(info.images),
+        "speech": _speech_body(info.speech),
+    }
+
+
+def _input_modalities(info: ModelInfo) -> list[str]:
+    if info.speech.listens:
+        return ["audio"]
+    pictures = ["image", "video"] if info.pictures else ["image"] if info.images.edits else []
+    return ["text", *pictures, *(["audio"] if info.audio else [])]
+
+
+def _speech_body(speech: SpeechInfo) -> dict[str, Any] | None:
+    if not speech.family:
+        return None
+    takes = ("language", "prompt", "temperature") if speech.listens else ("speed", "instructions")
+    return {
+        "family": speech.family,
+        "transcribes": speech.listens,
+        "translates": speech.translates,
+        "speaks": speech.speaks,
+        "sample_rate": speech.rate,
+        "times": [name for name in ("segments", "words") if getattr(speech, name)],
+        "takes": [name for name in takes if getattr(speech, name)],
+        "voices": speech.voices,
+        "languages": speech.languages,
     }
 
 

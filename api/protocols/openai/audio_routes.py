@@ -1,61 +1,113 @@
-"""OpenAI's routes for audio. Models that take audio in chats transcribe and translate it; none speaks."""
+"""OpenAI's routes for audio. Models of speech write speech down and speak, and models that take audio in chats write it
+down too."""
 
 from __future__ import annotations
-
-from typing import NoReturn
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from ....cluster.errors import InvalidRequest
-from ...http.adding import EVENTS, JSON, TEXT, add_route
+from ....actors.protocol.speech_messages import SPEAK, TRANSCRIBE, TRANSLATE
+from ...http.adding import BYTES, EVENTS, JSON, TEXT, add_route
 from ...http.answering import Answering
-from ...http.event_stream import EventStream
+from ...http.byte_stream import ByteStream
+from ...http.event_stream import EventStream, ResultStream
+from ...http.exchange import CancelOnDisconnect
 from ...http.forms import FORM, parse_form
+from ...pipeline.kinds import check_does_speech
+from ...pipeline.speech import SpeechMaker
 from ...requests.requests import ChatRequest
 from .answers import failed_event
 from .audio_answers import TranscriptEvents, transcript_body
-from .audio_bodies import SpeechForm, read_speech_form
+from .audio_bodies import SpeakBody, SpeechForm, read_speech_form
+from .speech_answers import (
+    audio_file,
+    file_pieces,
+    media_type,
+    speech_events,
+    subtitles,
+    transcript_events,
+    transcript_json,
+    transcript_verbose,
+)
 
 
 class AudioRoutes:
-    """Handlers for transcriptions and translations of speech."""
+    """Handlers for transcriptions and translations of speech, and for speech."""
 
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
+    def __init__(self, answering: Answering, maker: SpeechMaker) -> None:
+        self._answering, self._maker = answering, maker
 
     def add_to(self, app: FastAPI) -> None:
         """Adds the routes to `app`."""
         answers = (JSON, TEXT, EVENTS)
         add_route(app, "POST", "/v1/audio/transcriptions", self.transcriptions, takes=FORM, answers=answers)
         add_route(app, "POST", "/v1/audio/translations", self.translations, takes=FORM, answers=(JSON, TEXT))
-        add_route(app, "POST", "/v1/audio/speech", self.speech)
+        add_route(app, "POST", "/v1/audio/speech", self.speech, SpeakBody, answers=(BYTES, EVENTS))
 
     async def transcriptions(self, request: Request) -> Response:
         """Writes down the speech in an audio file."""
-        body, work = await self._read(request, translates=False)
-        if body.stream:
-            return EventStream(self._answering, work, TranscriptEvents, failed_event)
-        return await self._answer(request, body, work)
+        return await self._written_down(request, translates=False)
 
     async def translations(self, request: Request) -> Response:
         """Translates the speech in an audio file into English."""
-        return await self._answer(request, *await self._read(request, translates=True))
+        return await self._written_down(request, translates=True)
 
-    async def speech(self, request: Request) -> NoReturn:
-        """Is not supported."""
-        raise InvalidRequest("speech is not supported: no model that is served here makes audio", param="model")
+    async def speech(self, request: Request) -> Response:
+        """Speaks a text."""
+        body = await self._answering.bodies.read(request, SpeakBody)
+        work = self._answering.complete(request, body.request(), any_model=False)
+        kind, name = body.response_format or "wav", work.model or await self._maker.first(work.caller, SPEAK)
+        # The rate is that of the model, which may have to be loaded first.
+        model = await self._answering.loaded(request, name)
+        check_does_speech(model, SPEAK)
+        rate = model.info.speech.rate
+        if body.stream_format == "sse":
+            return ResultStream(speech_events(self._maker.stream(work), kind, rate), failed_event)
+        if body.stream_format == "audio":
+            return ByteStream(file_pieces(self._maker.stream(work), kind, rate), media_type(kind, rate))
+        pieces: list[bytes] = []
+        async with CancelOnDisconnect(request.receive):
+            made = await self._maker.make(work, lambda piece: pieces.append(piece.audio))
+        headers = self._answering.placed(work, [made])
+        return Response(audio_file(b"".join(pieces), kind, rate), headers=headers, media_type=media_type(kind, rate))
 
-    async def _read(self, request: Request, *, translates: bool) -> tuple[SpeechForm, ChatRequest]:
-        def read(data: bytearray) -> tuple[SpeechForm, ChatRequest]:
-            form = parse_form(request.headers.get("content-type", ""), data)
-            body, file = read_speech_form(form, translates=translates)
-            return body, body.request(file, translates=translates)
+    async def _written_down(self, request: Request, *, translates: bool) -> Response:
+        def read(data: bytearray) -> tuple[SpeechForm, bytes]:
+            return read_speech_form(parse_form(request.headers.get("content-type", ""), data), translates=translates)
 
-        body, work = await self._answering.bodies.read_with(request, read)
-        return body, self._answering.complete(request, work, any_model=False)
+        body, file = await self._answering.bodies.read_with(request, read)
+        if await self._listens(request, body):
+            return await self._by_speech(request, body, file, translates=translates)
+        work = self._answering.complete(request, body.chat(file, translates=translates), any_model=False)
+        if body.stream:
+            return EventStream(self._answering, work, TranscriptEvents, failed_event)
+        return await self._by_chat(request, body, work)
 
-    async def _answer(self, request: Request, body: SpeechForm, work: ChatRequest) -> Response:
+    async def _listens(self, request: Request, body: SpeechForm) -> bool:
+        """Returns whether a model of speech answers; without a name that is the first one which is loaded."""
+        if body.model:
+            return bool((await self._answering.loaded(request, body.model)).info.speech.family)
+        return bool(await self._maker.first(request.state.caller, TRANSCRIBE))
+
+    async def _by_speech(self, request: Request, body: SpeechForm, file: bytes, *, translates: bool) -> Response:
+        work = self._answering.complete(request, body.speech(file, translates=translates), any_model=False)
+        if body.stream:
+            return ResultStream(transcript_events(self._maker.stream(work)), failed_event)
+        async with CancelOnDisconnect(request.receive):
+            made = await self._maker.make(work)
+        headers = self._answering.placed(work, [made])
+        if body.response_format in ("srt", "vtt"):
+            return PlainTextResponse(subtitles(made, body.response_format), headers=headers)
+        if body.response_format == "text":
+            assert made.transcript is not None
+            return PlainTextResponse(f"{made.transcript.text.strip()}\n", headers=headers)
+        if body.response_format == "verbose_json":
+            task = TRANSLATE if translates else TRANSCRIBE
+            verbose = transcript_verbose(made, task, body.timestamp_granularities or ())
+            return JSONResponse(verbose, headers=headers)
+        return JSONResponse(transcript_json(made), headers=headers)
+
+    async def _by_chat(self, request: Request, body: SpeechForm, work: ChatRequest) -> Response:
         streams, answers = await self._answering.answer(request, work)
         headers = self._answering.headers(work, streams)
         if body.response_format == "text":

@@ -30,7 +30,7 @@ try:
     if sys.argv[2:]:
         folder = source.resolve_adapter(sys.argv[1], progress)
     else:
-        folder = source.resolve(sys.argv[1], progress, code="CODE" in os.environ)
+        folder = source.resolve(sys.argv[1], progress, code="CODE" in os.environ, speech="SPEECH" in os.environ)
     print(json.dumps({"folder": str(folder), "seen": seen}))
 except ModelLoadError as error:
     print(json.dumps({"error": error.message}))
@@ -214,6 +214,25 @@ def test_of_a_model_that_makes_images_all_components_are_fetched(hub: Hub, tmp_p
     assert hub.fetched <= wanted.keys()
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == wanted.keys()
     assert resolve(hub.url, tmp_path, environment=OFFLINE)["folder"] == answer["folder"]
+
+
+def test_of_a_model_of_speech_folders_and_weights_of_any_name_are_fetched(hub: Hub, tmp_path: Path):
+    wanted = {
+        "config.json": b"{}",
+        "weights.safetensors": b"weights",
+        "tokenizer.model": b"pieces",
+        "voices/af_heart.safetensors": b"a voice",
+        "speech_tokenizer/config.json": b"{}",
+        "speech_tokenizer/model.safetensors": b"a codec",
+    }
+    hub.files = {**wanted, "README.md": b"words", "own.py": b"code", "model.pth": b"other"}
+    speech = {"SPEECH": "1"}
+    # As the actor does it: it finds out from the config that it is one.
+    resolve(hub.url, tmp_path)
+    answer = resolve(hub.url, tmp_path, environment=speech)
+    folder = Path(answer["folder"])
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == wanted.keys()
+    assert resolve(hub.url, tmp_path, environment=speech | OFFLINE)["folder"] == answer["folder"]
 
 
 @pytest.mark.slow

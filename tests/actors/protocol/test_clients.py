@@ -42,6 +42,14 @@ from satchel.actors.protocol.router_messages import (
     RouteRequest,
     SequenceLeft,
 )
+from satchel.actors.protocol.speech_messages import (
+    SpeechPiece,
+    SpeechRequest,
+    SpeechUpdate,
+    Transcript,
+    TranscriptSegment,
+    TranscriptWord,
+)
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import (
     AgentBranches,
@@ -87,6 +95,9 @@ ROUTE = RouteRequest("r", "m", "t/a", [b"x" * 32], 300)
 ROW = GenerateRequest("r", "c", "m", "", [1], [], b"r" * 32, Sampling(), deadline_s=60.0)
 PIXELS = Pixels(2, 1, b"rgbrgb")
 IMAGE = ImageRequest("r", "m", "a cube", 32, 16, 7, steps=4, images=[PIXELS], deadline_s=60.0)
+HEARD = SpeechRequest("r", "m", "transcribe", b"1234" * 8, language="de", words=True, deadline_s=60.0)
+WORDS = [TranscriptWord("Ada", 0.5, 1.0)]
+TRANSCRIPT = Transcript("Ada", "en", [TranscriptSegment(0.5, 1.0, "Ada", [7, 8], 0.2, -0.3, 1.1, 0.01, WORDS)])
 TEXTS = PoolingRequest("r", "m", [[1, 2], [3]], [1, 0], [5, 6], deadline_s=60.0)
 KEPT = KVSelection(b"r" * 32, [b"x" * 32], b"", [b"f"])
 DECISIONS = Decisions("router", 4, [MadeDecision(4, "r/1", "t/a", "m", 9, 1.5, Explanation("a", "why"))])
@@ -149,6 +160,10 @@ OF_REPLICA: list[Case] = [
     (replica.next_image("r", 3), "next_image", ["r", 3], ImageUpdate(4, 2, 9, partial=[PIXELS])),
     (replica.next_image("r", 3), "next_image", ["r", 3], ImageUpdate(5, 9, 9, image=PIXELS, prompt_tokens=3)),
     (replica.next_image("r", 3), "next_image", ["r", 3], None),
+    (replica.do_speech(HEARD), "do_speech", [HEARD], None),
+    (replica.next_speech("r", 3), "next_speech", ["r", 3], SpeechUpdate(4, [SpeechPiece("Ada", b"12")])),
+    (replica.next_speech("r", 3), "next_speech", ["r", 3], SpeechUpdate(5, [], TRANSCRIPT, 1.0, True)),
+    (replica.next_speech("r", 3), "next_speech", ["r", 3], None),
     (replica.next_frame("c", 7), "next_frame", ["c", 7], FRAME),
     (replica.next_frame("c", 7), "next_frame", ["c", 7], None),
     (replica.local_address(), "local_address", [], LocalAddress("n", 7, b"s", ["submit"])),
@@ -287,7 +302,7 @@ def test_the_processes_of_actors_import_their_methods():
             assert pickle.loads(pickle.dumps(method)) is method
 
 
-OF_THEIR_OWN = ("submit", "pool", "make_image", "next_image", "next_frame")
+OF_THEIR_OWN = ("submit", "pool", "make_image", "next_image", "do_speech", "next_speech", "next_frame")
 """Methods of replicas with time limits of their own."""
 
 PATIENT = (
@@ -317,6 +332,8 @@ PATIENT += ("fork", "forget", "move")
         (replica.pool(TEXTS), 60.0 + USUAL.answer_s),
         (replica.make_image(IMAGE), 60.0 + USUAL.answer_s),
         (replica.next_image("r", 0), USUAL.frame_silence_s),
+        (replica.do_speech(HEARD), 60.0 + USUAL.answer_s),
+        (replica.next_speech("r", 0), USUAL.frame_silence_s),
         (replica.next_frame("c", 0), USUAL.frame_silence_s),
         *((case[0], USUAL.store_answer_s) for case in OF_STORE if case[1] in PATIENT),
         *((case[0], USUAL.answer_s) for case in OF_STORE if case[1] not in (*PATIENT, "pull", "fetch")),
@@ -331,7 +348,7 @@ def test_nothing_is_waited_for_for_ever(call: Call[Any], timeout_s: float):
 
 
 def test_what_may_be_a_megabyte_is_encoded_beside_the_event_loop():
-    assert {case[2] for case in CASES if case[1]._large} == {"commit", "make_image", "pool", "prepare"}
+    assert {case[2] for case in CASES if case[1]._large} == {"commit", "do_speech", "make_image", "pool", "prepare"}
 
 
 async def test_the_config_is_the_clusters(monkeypatch: pytest.MonkeyPatch):

@@ -11,10 +11,13 @@ import pytest
 from satchel.actors.model_files.conversion import convert
 from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.model_files.weights import bytes_in_memory, read_weight_files
+from satchel.actors.pool.needs import weights_bytes
 from satchel.actors.replica.estimate import AGENTS_TOKENS, estimate
 from satchel.actors.replica.loading.models import load
+from satchel.cluster.config.config import Model
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.models.image_families import write_image_model
+from tests.worlds.models.speech_families import write_speech_model
 
 RECALL = EMBEDDED / "recall"
 
@@ -94,3 +97,10 @@ def test_a_model_that_makes_images_has_no_kv_to_estimate(tmp_path: Path):
     folder = write_image_model(tmp_path / "tiny", "z_image")
     with pytest.raises(ModelLoadError, match="makes images: it keeps no KV"):
         estimate("tiny", folder)
+
+
+def test_a_model_of_speech_has_no_kv_to_estimate_and_its_weights_count(tmp_path: Path):
+    folder = write_speech_model(tmp_path / "tiny", "whisper")
+    with pytest.raises(ModelLoadError, match="is a model of speech: it keeps no KV"):
+        estimate("tiny", folder)
+    assert 0 < weights_bytes(Model(name="m", source=str(folder))) < (folder / "model.safetensors").stat().st_size

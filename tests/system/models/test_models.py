@@ -25,12 +25,16 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from satchel.actors.protocol.replica_messages import ImageRequest
+from satchel.actors.protocol.speech_messages import SpeechRequest
+from satchel.actors.replica.audio.listening import ListeningModel
 from satchel.actors.replica.images.pipeline import ImagePipeline
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.processes import session_members
 from tests.system.serving import COMMAND, serving
 from tests.worlds.models.families import write_model
 from tests.worlds.models.image_families import write_image_model
+from tests.worlds.models.speech_families import noise, write_speech_model
+from tests.worlds.sounds import wav
 
 UNREAD_MAX = 64
 ADAPTED = "adapted-" + "x" * 190
@@ -264,6 +268,37 @@ def test_images_and_texts_are_made_side_by_side(painter: Server, folder: Path):
     refused = http.post("/v1/chat/completions", json={**STORY, "model": "painter"})
     assert refused.status_code == 400 and "/v1/images/generations" in refused.json()["error"]["message"]
     assert "painter" in painter.models()
+
+
+@pytest.mark.slow
+def test_speech_is_written_down_and_made_beside_texts(server: Server, tmp_path: Path):
+    http = server.http
+    for name, family in (("ear", "whisper"), ("mouth", "soprano")):
+        loaded = server.command("models", "load", str(write_speech_model(tmp_path / name, family)), "--name", name)
+        assert loaded.returncode == 0, loaded.stderr
+    samples = (16_000 * noise(3)).astype("<i2")
+    form = {"model": "ear", "response_format": "verbose_json", "temperature": "0.5", "seed": "1"}
+    made = http.post("/v1/audio/transcriptions", data=form, files={"file": ("a.wav", wav(samples))})
+    assert made.status_code == 200, made.text
+    heard = (samples.astype(np.float32) / 32_768).astype("<f4").tobytes()
+    request = SpeechRequest("", "", "transcribe", heard, temperature=0.5, seed=1)
+    own = ListeningModel.load(tmp_path / "ear", "ear").transcribe(request, lambda done: None, lambda piece: None)
+    assert made.json()["text"] == own.text.strip() != "" and made.headers["x-satchel-replica"] == "ear-0"
+
+    # The caller of a long text hangs up.
+    body = {"model": "mouth", "input": "\n".join(["Hello there."] * 300), "response_format": "pcm"}
+    with http.stream("POST", "/v1/audio/speech", json={**body, "stream_format": "audio", "timeout_s": 120}) as stream:
+        assert len(next(stream.iter_bytes())) > 0
+        answer = http.post("/v1/chat/completions", json={**STORY, "model": "plain", "max_tokens": 8})
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+    wait_until(lambda: not server.metric("vllm:num_requests_running"))
+    assert server.metric("satchel_speeches_total") == 0 and server.metric("satchel_transcripts_total") == 1
+    short = http.post("/v1/audio/speech", json={**body, "input": "Hello."})
+    assert short.status_code == 200 and len(short.content) > 1000
+    refused = http.post("/v1/chat/completions", json={**STORY, "model": "ear"})
+    assert refused.status_code == 400 and "/v1/audio/transcriptions" in refused.json()["error"]["message"]
+    for name in ("ear", "mouth"):
+        assert server.command("models", "unload", name).returncode == 0
 
 
 @pytest.mark.slow

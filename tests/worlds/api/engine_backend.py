@@ -25,6 +25,7 @@ from satchel.actors.protocol.replica_messages import (
     SequenceUpdate,
 )
 from satchel.actors.protocol.router_messages import Decisions
+from satchel.actors.protocol.speech_messages import SpeechPiece, SpeechRequest
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.memory.disk_tier import DiskTier
@@ -32,7 +33,15 @@ from satchel.api.agents.memory import AgentMemory
 from satchel.api.app import create_app
 from satchel.api.pipeline.generation import Generator
 from satchel.api.ray_backend.sequences import called
-from satchel.api.requests.backend import ImageAnswer, ListedModel, NodeState, ReplicaStats, ServedModel, Vectors
+from satchel.api.requests.backend import (
+    ImageAnswer,
+    ListedModel,
+    NodeState,
+    ReplicaStats,
+    ServedModel,
+    SpeechAnswer,
+    Vectors,
+)
 from satchel.api.requests.loading import Loading
 from satchel.cluster.config.config import Config
 from satchel.cluster.errors import NodeNotFound, SatchelError
@@ -159,6 +168,11 @@ class EngineBackend:
         self, model: ServedModel, request: ImageRequest, told: Callable[[ImageUpdate], None]
     ) -> ImageAnswer:
         raise AssertionError("no model here makes images")
+
+    async def do_speech(
+        self, model: ServedModel, request: SpeechRequest, told: Callable[[SpeechPiece], None]
+    ) -> SpeechAnswer:
+        raise AssertionError("no model here does speech")
 
     async def nodes(self) -> list[NodeState]:
         return []

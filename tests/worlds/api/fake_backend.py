@@ -27,7 +27,16 @@ from satchel.actors.protocol.replica_messages import (
     TokenLogprobs,
 )
 from satchel.actors.protocol.router_messages import Decisions
-from satchel.api.requests.backend import ImageAnswer, ListedModel, NodeState, ReplicaStats, ServedModel, Vectors
+from satchel.actors.protocol.speech_messages import SpeechPiece, SpeechRequest
+from satchel.api.requests.backend import (
+    ImageAnswer,
+    ListedModel,
+    NodeState,
+    ReplicaStats,
+    ServedModel,
+    SpeechAnswer,
+    Vectors,
+)
 from satchel.api.requests.loading import Loading
 from satchel.api.text.model import TextModel
 from satchel.cluster.errors import NodeNotFound, NoReplica
@@ -198,6 +207,11 @@ class FakeBackend:
         self, model: ServedModel, request: ImageRequest, told: Callable[[ImageUpdate], None]
     ) -> ImageAnswer:
         raise AssertionError("no model here makes images")
+
+    async def do_speech(
+        self, model: ServedModel, request: SpeechRequest, told: Callable[[SpeechPiece], None]
+    ) -> SpeechAnswer:
+        raise AssertionError("no model here does speech")
 
     async def health(self) -> dict[str, bool]:
         return self.answering

@@ -12,7 +12,7 @@ from satchel.actors.model_files.identity.model_identity import ModelIdentity
 from satchel.actors.protocol.replica_messages import ImageInfo, ImageRequest, ImageUpdate
 from satchel.actors.replica.images.engine import ImageEngine
 from satchel.actors.replica.images.pipeline import ImagePipeline
-from satchel.actors.replica.images.progress import ImageProgress, queue_image
+from satchel.actors.replica.jobs.progress import JobProgress, queue_job
 from satchel.api.requests.backend import ImageAnswer, ServedModel
 from satchel.api.text.model import TextModel
 from satchel.cluster.config.timing import USUAL
@@ -32,7 +32,7 @@ class ImageBackend(FakeBackend):
         super().__init__(text, [painter, *served])
         self.images: list[ImageRequest] = []
         self.engine = ImageEngine(pipeline, ModelIdentity({}, {}), waiting_max, 2**30, self._send)
-        self._progress = ImageProgress(self.engine.abort, USUAL)
+        self._progress = JobProgress(self.engine.abort, USUAL)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self.engine.run, daemon=True)
         self._thread.start()
@@ -46,7 +46,7 @@ class ImageBackend(FakeBackend):
         self.images.append(request)
         number = 0
         try:
-            await queue_image(self.engine, self._progress, request)
+            await queue_job(self.engine, self._progress, request)
             while True:
                 update = await self._progress.next_update(request.request_id, number)
                 if update is None:

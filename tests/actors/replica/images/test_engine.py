@@ -13,8 +13,9 @@ import pytest
 
 from satchel.actors.model_files.identity.model_identity import ModelIdentity
 from satchel.actors.protocol.replica_messages import ImageInfo, ImageRequest, ImageUpdate, Pixels
-from satchel.actors.replica.images.engine import ImageEngine, ImagePace
+from satchel.actors.replica.images.engine import ImageEngine
 from satchel.actors.replica.images.pipeline import FinishedImage
+from satchel.actors.replica.jobs.pace import JobPace
 from satchel.cluster.errors import SatchelError
 
 PIXELS = Pixels(16, 16, b"\x00" * 768)
@@ -200,30 +201,30 @@ def test_what_the_model_cannot_do_is_refused_by_name(world: World, fields: dict[
 
 
 def test_an_image_that_would_not_fit_into_memory_is_refused(world: World):
-    world.engine.pace.note_image(64 * 64, 2**29)
+    world.engine.pace.note_job(64 * 64, 2**29)
     refusal = world.submit("a", width=2048, height=2048)
     assert refusal is not None and "MiB of memory" in refusal.message
     assert world.submit("b", width=1024, height=1024) is None
 
 
 def test_a_small_image_whose_memory_hardly_grows_keeps_out_no_large_one(world: World):
-    world.engine.pace.note_image(1, 7 * 2**20)
+    world.engine.pace.note_job(1, 7 * 2**20)
     assert world.submit("a", width=2048, height=2048) is None
 
 
 def test_memory_is_predicted_from_the_largest_image():
-    pace = ImagePace()
-    assert pace.image_bytes(100) == 0
+    pace = JobPace()
+    assert pace.job_bytes(100) == 0
     for tokens, nbytes in ((100, 5000), (1, 4000), (200, 7000), (200, 6000), (200, 6500), (100, 9000)):
-        pace.note_image(tokens, nbytes)
-    assert [pace.image_bytes(tokens) for tokens in (100, 400, 800, 8000)] == [3000, 12000, 24000, 24000]
+        pace.note_job(tokens, nbytes)
+    assert [pace.job_bytes(tokens) for tokens in (100, 400, 800, 8000)] == [3000, 12000, 24000, 24000]
 
 
 def test_memory_is_claimed_before_an_image_that_needs_more(world: World):
     engine, claimed = world.engine, list[int]()
     engine._claim, engine.given_bytes_max = claimed.append, 100
-    engine.pace.note_image(1, 2**40)
-    engine.pace.note_image(4, 2**20)
+    engine.pace.note_job(1, 2**40)
+    engine.pace.note_job(4, 2**20)
     engine.temporary_bytes = 2**20
     world.submit("a", width=64, height=64, steps=200)
     world.between_steps()

@@ -141,18 +141,6 @@ def test_a_type_that_nobody_has_is_refused_with_what_to_do(tmp_path: Path):
         models.load(str(folder), context_tokens_max=None, progress=quiet)
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [("whisper", "writes down speech.*; take one that takes audio in chats"), ("kokoro", "no model that speaks")],
-)
-def test_a_type_of_mlx_audio_is_refused_with_what_to_do(tmp_path: Path, kind: str, says: str):
-    folder = write_model(tmp_path / "other", "llama")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": kind}))
-    with pytest.raises(ModelLoadError, match=rf"{kind} not supported: it is a model of mlx-audio .*{says}"):
-        models.load(str(folder), context_tokens_max=None, progress=lambda *_: None)
-
-
 def test_weights_that_do_not_fit_the_free_memory_are_refused_with_the_numbers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from satchel.actors.protocol.replica_messages import image_tokens
-from satchel.actors.replica.images.queue import ImageJob, ImageQueue
+from satchel.actors.replica.jobs.queue import SerialJob, SerialQueue
 
 
-def job(name: str, tenant: str = "a", *, priority: int = 0, steps: int = 4, deadline: float = 10.0) -> ImageJob:
-    return ImageJob(name, 16, steps, priority, deadline, tenant, f"{tenant}/")
+def job(name: str, tenant: str = "a", *, priority: int = 0, steps: int = 4, deadline: float = 10.0) -> SerialJob:
+    return SerialJob(name, 16, steps, priority, deadline, tenant, f"{tenant}/")
 
 
-def order(queue: ImageQueue) -> list[str]:
+def order(queue: SerialQueue) -> list[str]:
     """Makes all images, and returns them in the order in which they began."""
     made = []
     while (current := queue.begin()) is not None:
@@ -24,21 +24,21 @@ def order(queue: ImageQueue) -> list[str]:
 
 
 def test_a_higher_priority_comes_first_and_equals_in_their_order():
-    queue = ImageQueue(10)
+    queue = SerialQueue(10)
     for each in (job("late", priority=-1), job("first"), job("second"), job("soon", priority=1)):
         queue.add(each)
     assert order(queue) == ["soon", "first", "second", "late"]
 
 
 def test_tenants_take_turns():
-    queue = ImageQueue(10)
+    queue = SerialQueue(10)
     for each in (*(job(f"a{i}") for i in range(3)), job("b0", "b"), job("b1", "b")):
         queue.add(each)
     assert order(queue) == ["a0", "b0", "a1", "b1", "a2"]
 
 
 def test_the_limit_counts_those_that_wait_and_leaves_room_for_others():
-    queue = ImageQueue(5)
+    queue = SerialQueue(5)
     queue.add(job("made"))
     queue.begin()
     taken = 0
@@ -53,7 +53,7 @@ def test_the_limit_counts_those_that_wait_and_leaves_room_for_others():
 
 
 def test_what_is_pending_shrinks_by_steps_and_removals():
-    queue = ImageQueue(5)
+    queue = SerialQueue(5)
     queue.add(job("a"))
     queue.add(job("b", steps=2))
     assert queue.pending_tokens == 16 * 6
@@ -66,7 +66,7 @@ def test_what_is_pending_shrinks_by_steps_and_removals():
 
 
 def test_deadlines_pass_in_the_queue_and_while_an_image_is_made():
-    queue = ImageQueue(5)
+    queue = SerialQueue(5)
     queue.add(job("made", deadline=1.0))
     queue.begin()
     queue.add(job("waits", deadline=2.0))
@@ -75,7 +75,7 @@ def test_deadlines_pass_in_the_queue_and_while_an_image_is_made():
 
 
 def test_a_request_is_here_once():
-    queue = ImageQueue(5)
+    queue = SerialQueue(5)
     queue.add(job("a"))
     with pytest.raises(ValueError, match="already here"):
         queue.add(job("a"))

@@ -1,8 +1,7 @@
-"""Decides which image is made next. Pure: no clock, no arrays.
+"""Decides which job is done next. Pure: no clock, no arrays.
 
-Images are made one after the other, by priority, and among equals by fairness, as sequences are: the tenant and then
-the flow that have been given least come first (`scheduling/fairness.py`). What a step costs is the image's number of
-tokens, patches of 16 x 16 pixels.
+Jobs are done one after the other, by priority, and among equals by fairness, as sequences are: the tenant and then the
+flow that have been given least come first (`scheduling/fairness.py`). A step of a job costs a number of tokens.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from ..scheduling.job_queue import JobQueue
 
 
 @dataclass(eq=False)
-class ImageJob:
-    """A request for one image.
+class SerialJob:
+    """A request for one job.
 
     Attributes:
         tokens: what one step costs.
         steps: how many steps are left, about.
-        deadline: in seconds on the clock of `ImageQueue.expired`.
+        deadline: in seconds on the clock of `SerialQueue.expired`.
         order: its place in the order of arrival.
     """
 
@@ -34,8 +33,8 @@ class ImageJob:
     order: int = 0
 
 
-class ImageQueue(JobQueue[ImageJob]):
-    """The images that are made or wait.
+class SerialQueue(JobQueue[SerialJob]):
+    """The jobs that are done or wait.
 
     Args:
         waiting_max: how many may wait.
@@ -43,7 +42,7 @@ class ImageQueue(JobQueue[ImageJob]):
 
     def __init__(self, waiting_max: int) -> None:
         super().__init__(waiting_max)
-        self.current: ImageJob | None = None
+        self.current: SerialJob | None = None
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._jobs
@@ -58,11 +57,11 @@ class ImageQueue(JobQueue[ImageJob]):
 
     @property
     def pending_tokens(self) -> int:
-        """What all images will cost, about. May be asked by any thread."""
+        """What all jobs will cost, about. May be asked by any thread."""
         return sum(job.tokens * job.steps for job in list(self._jobs.values()))
 
-    def begin(self) -> ImageJob | None:
-        """Returns the next image, which becomes the current one; None if none waits. The former one must have been
+    def begin(self) -> SerialJob | None:
+        """Returns the next job, which becomes the current one; None if none waits. The former one must have been
         removed."""
         assert self.current is None
         self.current = min(self._jobs.values(), key=self._turn, default=None)
@@ -71,12 +70,12 @@ class ImageQueue(JobQueue[ImageJob]):
         return self.current
 
     def step(self) -> None:
-        """Notes that a step of the current image is computed."""
+        """Notes that a step of the current one is computed."""
         assert self.current is not None
         self._shares.charge(self.current, self.current.tokens)
         self.current.steps = max(0, self.current.steps - 1)
 
-    def remove(self, request_id: str) -> ImageJob | None:
+    def remove(self, request_id: str) -> SerialJob | None:
         """Removes a request in any state, and returns it; None for an unknown one."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
@@ -85,5 +84,5 @@ class ImageQueue(JobQueue[ImageJob]):
                 self.current = None
         return job
 
-    def _waiting(self) -> Iterable[ImageJob]:
+    def _waiting(self) -> Iterable[SerialJob]:
         return (job for job in self._jobs.values() if job is not self.current)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from satchel.actors.protocol.replica_messages import ImageRequest, ImageUpdate, Pixels
-from satchel.actors.replica.images.progress import ImageProgress, queue_image
+from satchel.actors.replica.jobs.progress import JobProgress, queue_job
 from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import QueueFull, ReplicaLost, SatchelError, Unavailable
 
@@ -35,8 +35,8 @@ class Engine:
 
 
 async def test_updates_are_joined_until_they_are_fetched():
-    progress = ImageProgress(lambda ids: None, USUAL)
-    await queue_image(Engine(), progress, REQUEST)
+    progress = JobProgress(lambda ids: None, USUAL)
+    await queue_job(Engine(), progress, REQUEST)
     progress.deliver("a", ImageUpdate(0, 1, 4, partial=[FIRST]))
     progress.deliver("a", ImageUpdate(0, 2, 4))
     progress.deliver("a", ImageUpdate(0, 2, 4, partial=[SECOND]))
@@ -53,10 +53,10 @@ async def test_updates_are_joined_until_they_are_fetched():
 
 
 async def test_nothing_new_is_none_after_a_moment_and_news_come_at_once():
-    progress = ImageProgress(lambda ids: None, replace(USUAL, report_s=0.02))
+    progress = JobProgress(lambda ids: None, replace(USUAL, report_s=0.02))
     progress.begin("a")
     assert await progress.next_update("a", 0) is None
-    slow = ImageProgress(lambda ids: None, replace(USUAL, report_s=20.0))
+    slow = JobProgress(lambda ids: None, replace(USUAL, report_s=20.0))
     slow.begin("a")
     waits = asyncio.create_task(slow.next_update("a", 0))
     await asyncio.sleep(0)
@@ -67,8 +67,8 @@ async def test_nothing_new_is_none_after_a_moment_and_news_come_at_once():
 
 async def test_an_image_for_which_nobody_asks_is_given_up():
     aborted: list[str] = []
-    progress = ImageProgress(aborted.extend, SOON)
-    await queue_image(Engine(), progress, REQUEST)
+    progress = JobProgress(aborted.extend, SOON)
+    await queue_job(Engine(), progress, REQUEST)
     async with asyncio.timeout(10):
         while aborted != ["a"]:
             await asyncio.sleep(0.05)
@@ -79,8 +79,8 @@ async def test_an_image_for_which_nobody_asks_is_given_up():
 
 async def test_an_image_that_is_accepted_late_is_not_given_up_before():
     aborted: list[str] = []
-    progress, engine = ImageProgress(aborted.extend, SOON), Engine(silent=True)
-    asks = asyncio.create_task(queue_image(engine, progress, REQUEST))
+    progress, engine = JobProgress(aborted.extend, SOON), Engine(silent=True)
+    asks = asyncio.create_task(queue_job(engine, progress, REQUEST))
     # The reaper, which comes once a second, comes once.
     await asyncio.sleep(1.5)
     assert not aborted and not asks.done()
@@ -90,17 +90,17 @@ async def test_an_image_that_is_accepted_late_is_not_given_up_before():
 
 
 async def test_a_refusal_is_raised_and_leaves_nothing():
-    progress = ImageProgress(lambda ids: None, USUAL)
+    progress = JobProgress(lambda ids: None, USUAL)
     with pytest.raises(QueueFull):
-        await queue_image(Engine(QueueFull("full")), progress, REQUEST)
-    await queue_image(Engine(), progress, REQUEST)
+        await queue_job(Engine(QueueFull("full")), progress, REQUEST)
+    await queue_job(Engine(), progress, REQUEST)
     with pytest.raises(Unavailable, match="has not left"):
-        await queue_image(Engine(), progress, REQUEST)
+        await queue_job(Engine(), progress, REQUEST)
 
 
 async def test_a_caller_who_hangs_up_while_it_is_queued_ends_it():
-    progress, engine = ImageProgress(lambda ids: None, USUAL), Engine(silent=True)
-    asks = asyncio.create_task(queue_image(engine, progress, REQUEST))
+    progress, engine = JobProgress(lambda ids: None, USUAL), Engine(silent=True)
+    asks = asyncio.create_task(queue_job(engine, progress, REQUEST))
     await asyncio.sleep(0)
     asks.cancel()
     await asyncio.wait({asks})

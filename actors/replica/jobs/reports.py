@@ -1,19 +1,20 @@
-"""The reports to the router of a replica that makes images: its load. It has no KV.
+"""The reports to the router of a replica that does jobs: its load. It has no KV.
 
-A prompt's tokens are those of its image, patches of 16 x 16 pixels, times its steps.
+A prompt's tokens are what its job costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ....cluster.config.timing import Timing
 from ...protocol.reporter import Reporter, tell_router
 from ...protocol.router_messages import ReplicaReport
-from .engine import ImageEngine
+from .engine import JobEngine
 
 
-class ImageReports:
+class JobReports:
     """Makes reports on the reporter's thread; `reporter` sends them.
 
     Args:
@@ -22,7 +23,7 @@ class ImageReports:
     """
 
     def __init__(
-        self, replica: str, model: str, node: str, engine: ImageEngine, timing: Timing, is_slow: Callable[[], bool]
+        self, replica: str, model: str, node: str, engine: JobEngine[Any], timing: Timing, is_slow: Callable[[], bool]
     ) -> None:
         self._replica, self._model, self._node = replica, model, node
         self._engine, self._timing, self._is_slow = engine, timing, is_slow

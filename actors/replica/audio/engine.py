@@ -1,0 +1,104 @@
+"""The engine of a model of speech: one transcript, or one spoken text, after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ....cluster.errors import InvalidRequest, SatchelError
+from ...model_files.identity.model_identity import ModelIdentity
+from ...protocol.speech_messages import SPEAK, SpeechInfo, SpeechPiece, SpeechRequest, SpeechUpdate, speech_refusal
+from ..jobs.engine import GIVEN_BYTES_MAX, JobCounters, JobEngine
+from .listening import ListeningModel
+from .speaking import SpeakingModel
+
+
+@dataclass
+class SpeechCounters(JobCounters):
+    """Totals since the engine started; `_s` are seconds of audio."""
+
+    transcripts: int = 0
+    transcribed_s: float = 0.0
+    speeches: int = 0
+    spoken_s: float = 0.0
+
+
+class SpeechEngine(JobEngine[SpeechRequest]):
+    """Writes down speech, or speaks. The arguments but `model` are those of `JobEngine`. A second of audio costs
+    `TOKENS_PER_S` tokens, and a character of a text one."""
+
+    takes = SpeechRequest
+    jobs, whole, brought = "requests", "answer", "the audio files that wait"
+    counters: SpeechCounters
+
+    def __init__(
+        self,
+        model: ListeningModel | SpeakingModel,
+        identity: ModelIdentity,
+        waiting_max: int,
+        memory_bytes: int,
+        send: Callable[[str, SpeechUpdate], None],
+        claim: Callable[[int], None] = lambda nbytes: None,
+        *,
+        given_bytes_max: int = GIVEN_BYTES_MAX,
+    ) -> None:
+        super().__init__(identity, waiting_max, memory_bytes, send, claim, given_bytes_max=given_bytes_max)
+        self.model, self.counters = model, SpeechCounters()
+        self.does = "speaks" if model.info.speaks else "writes down speech"
+
+    @property
+    def info(self) -> SpeechInfo:
+        return self.model.info
+
+    @property
+    def described(self) -> dict[str, Any]:
+        return {"speech": self.info, "layers": f"{self.does} ({self.info.family})"}
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        counters = self.counters
+        return {
+            "transcripts_total": counters.transcripts,
+            "transcribed_s_total": counters.transcribed_s,
+            "speeches_total": counters.speeches,
+            "spoken_s_total": counters.spoken_s,
+        }
+
+    def refusal(self, request: SpeechRequest) -> SatchelError | None:
+        refused = speech_refusal(self.info, request)
+        return None if refused is None else InvalidRequest(refused[1], param=refused[0])
+
+    def cost(self, request: SpeechRequest) -> tuple[int, int]:
+        windows = self.model.windows(request) if isinstance(self.model, ListeningModel) else 1
+        return -(-request.tokens // windows), windows
+
+    def size(self, request: SpeechRequest) -> int:
+        return request.tokens
+
+    def given_bytes(self, request: SpeechRequest) -> int:
+        return len(request.samples)
+
+    def too_large(self, needed: int) -> InvalidRequest:
+        what = "input: to speak this text" if self.info.speaks else "file: to write down audio of this length"
+        message = f"{what} takes about {needed >> 20} MiB of memory beside the model's weights"
+        param = "input" if self.info.speaks else "file"
+        return InvalidRequest(f"{message}; {self.memory_bytes >> 20} MiB are left here", param=param)
+
+    def compute(self, request: SpeechRequest) -> SpeechUpdate:
+        def told(piece: SpeechPiece) -> None:
+            self._send(request.request_id, SpeechUpdate(0, partial=[piece]))
+
+        counters = self.counters
+        if isinstance(self.model, SpeakingModel):
+            assert request.task == SPEAK
+            seconds = self.model.speak(request, self.paused, told)
+            counters.speeches, counters.spoken_s = counters.speeches + 1, counters.spoken_s + seconds
+            return SpeechUpdate(0, seconds=seconds, done=True)
+        transcript = self.model.transcribe(request, self.paused, told)
+        counters.transcripts += 1
+        counters.transcribed_s += request.seconds
+        return SpeechUpdate(0, transcript=transcript, done=True)
+
+    def failed(self, error: SatchelError) -> SpeechUpdate:
+        return SpeechUpdate(0, error=error.to_wire())

@@ -1,0 +1,158 @@
+"""The engine of speech: requests come, go and end between two steps, and an error ends one of them alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from satchel.actors.model_files.identity.model_identity import ModelIdentity
+from satchel.actors.protocol.speech_messages import SPEAK, TRANSCRIBE, SpeechRequest, SpeechUpdate
+from satchel.actors.replica.audio.engine import SpeechEngine
+from satchel.actors.replica.audio.listening import ListeningModel
+from satchel.actors.replica.audio.speaking import SpeakingModel
+from satchel.cluster.errors import SatchelError
+from tests.worlds.models.speech_families import noise
+
+HEARD = SpeechRequest("", "m", TRANSCRIBE, noise(31).tobytes(), seed=1)
+SAID = SpeechRequest("", "m", SPEAK, text="\n".join(["Hello there."] * 100))
+
+
+class World:
+    """An engine with a real model. `at_piece` is called on its thread with the name of a request that has news."""
+
+    def __init__(self, model: Any, waiting_max: int = 4) -> None:
+        self.updates: dict[str, list[SpeechUpdate]] = {}
+        self.ended: dict[str, Future[SpeechUpdate]] = {}
+        self.at_piece: Callable[[str], None] = lambda name: None
+        self.engine = SpeechEngine(model, ModelIdentity({}, {}), waiting_max, 2**33, self._take)
+        self.thread = threading.Thread(target=self.engine.run, daemon=True)
+        self.thread.start()
+
+    def _take(self, request_id: str, update: SpeechUpdate) -> None:
+        self.updates.setdefault(request_id, []).append(update)
+        if update.is_last:
+            self.ended[request_id].set_result(update)
+        else:
+            self.at_piece(request_id)
+
+    def submit(self, request: SpeechRequest, name: str, **fields: Any) -> Future[SatchelError | None]:
+        answer: Future[SatchelError | None] = Future()
+        self.ended[name] = Future()
+        self.engine.submit(replace(request, request_id=name, **fields), answer.set_result)
+        return answer
+
+    def end_of(self, name: str) -> SpeechUpdate:
+        return self.ended[name].result(60)
+
+    def close(self) -> None:
+        self.engine.end_all()
+        self.engine.stop()
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def ear(whisper: ListeningModel) -> Iterator[World]:
+    world = World(whisper)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def mouth(soprano: SpeakingModel) -> Iterator[World]:
+    world = World(soprano)
+    yield world
+    world.close()
+
+
+def kind(update: SpeechUpdate) -> str | None:
+    return None if update.error is None else update.error["kind"]
+
+
+def test_a_transcript_comes_in_pieces_and_then_whole(ear: World):
+    assert ear.submit(HEARD, "a").result(20) is None
+    last = ear.end_of("a")
+    assert last.done and last.transcript is not None
+    pieces = [piece.text for update in ear.updates["a"] for piece in update.partial]
+    assert "".join(pieces) == last.transcript.text
+    engine = ear.engine
+    assert (engine.counters.transcripts, engine.counters.transcribed_s) == (1, 31.0)
+    assert engine.pace.tokens_per_s > 0 and engine.queue.request_ids == []
+    assert engine.described["layers"] == "writes down speech (whisper)"
+
+
+def test_a_hang_up_ends_a_transcript_between_two_windows_and_the_next_begins(ear: World):
+    # The first piece comes when the first window is done.
+    ear.at_piece = lambda name: ear.engine.abort(("a", "unknown")) if name == "a" else None
+    ear.submit(HEARD, "a")
+    assert kind(ear.end_of("a")) == "RequestAborted"
+    assert len([update for update in ear.updates["a"] if update.partial]) == 1
+    ear.submit(HEARD, "b", samples=noise(1).tobytes())
+    assert ear.end_of("b").done and ear.engine.counters.transcripts == 1
+
+
+def test_a_hang_up_ends_speech_between_two_segments(mouth: World):
+    mouth.at_piece = lambda name: mouth.engine.abort(("a",))
+    mouth.submit(SAID, "a")
+    assert kind(mouth.end_of("a")) == "RequestAborted"
+    assert len([update for update in mouth.updates["a"] if update.partial]) == 1
+    assert mouth.engine.counters.speeches == 0
+
+
+def test_speech_comes_segment_by_segment(mouth: World):
+    mouth.submit(SAID, "a", text="Hello.\nAnd you.")
+    last = mouth.end_of("a")
+    audio = [piece.audio for update in mouth.updates["a"] for piece in update.partial]
+    assert len(audio) == 2 and last.seconds == sum(map(len, audio)) / 2 / 32_000
+    assert mouth.engine.totals["spoken_s_total"] == last.seconds
+
+
+def test_a_deadline_ends_a_transcript_within_its_windows(ear: World):
+    ear.submit(HEARD, "a", samples=noise(590).tobytes(), deadline_s=0.3)
+    assert kind(ear.end_of("a")) == "DeadlineExceeded"
+    assert ear.engine.counters.transcripts == 0
+
+
+def test_an_error_ends_that_request_alone(ear: World, monkeypatch: pytest.MonkeyPatch):
+    whole = ear.engine.model
+
+    def fails(request: SpeechRequest) -> Any:
+        if request.request_id == "a":
+            raise KeyError("what it lacks")
+        return type(whole)._generate(whole, request)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(whole, "_generate", fails)
+    ear.submit(HEARD, "a")
+    ear.submit(HEARD, "b", samples=noise(1).tobytes())
+    assert kind(ear.end_of("a")) == "GenerationFailed"
+    assert ear.end_of("b").done
+
+
+def test_a_full_queue_refuses(ear: World):
+    holds = threading.Event()
+
+    def hold() -> None:
+        assert holds.wait(20)
+
+    ear.engine.call(hold)
+    answers = [ear.submit(HEARD, f"w{number}", tenant=str(number), flow=str(number)) for number in range(6)]
+    holds.set()
+    kinds = [type(answer.result(20)).__name__ for answer in answers]
+    assert kinds == ["NoneType"] * 4 + ["QueueFull"] * 2
+
+
+def test_what_the_model_does_not_do_is_refused_by_name(ear: World, mouth: World):
+    for world, request in ((ear, SAID), (mouth, HEARD)):
+        refusal: Any = world.submit(request, "a").result(20)
+        assert (refusal.status, refusal.param) == (400, "model")
+
+
+def test_audio_that_would_not_fit_into_memory_is_refused(ear: World):
+    ear.engine.pace.note_job(50, 2**33)
+    refusal: Any = ear.submit(HEARD, "a").result(20)
+    assert refusal.param == "file" and "MiB of memory" in refusal.message

@@ -1,0 +1,142 @@
+"""Models of speech: what they make is what mlx-audio makes for the same input, and what cannot be served says why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_audio.stt.utils import load_model as load_listener
+from mlx_audio.tts.utils import load_model as load_speaker
+
+from satchel.actors.protocol.speech_messages import SPEAK, TRANSCRIBE, TRANSLATE, SpeechPiece, SpeechRequest
+from satchel.actors.replica.audio.listening import ListeningModel, transcript_of
+from satchel.actors.replica.audio.speaking import SpeakingModel, pcm16
+from satchel.cluster.errors import ModelLoadError
+from tests.worlds.models.speech_families import noise
+
+SAMPLES = noise(31)
+HEARD = SpeechRequest("", "", TRANSCRIBE, SAMPLES.tobytes(), seed=5)
+SAID = SpeechRequest("", "", SPEAK, text="Hello there.\nAnd you.", seed=5)
+
+
+def quiet(steps: int) -> None:
+    pass
+
+
+def heard(model: ListeningModel, **fields: Any) -> tuple[Any, list[str]]:
+    pieces: list[SpeechPiece] = []
+    request = SpeechRequest(**{**{name: getattr(HEARD, name) for name in HEARD.__slots__}, **fields})
+    return model.transcribe(request, quiet, pieces.append), [each.text for each in pieces]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fields", "own"),
+    [
+        (31, {}, {}),
+        (
+            3,
+            {"language": "de", "text": "Ada <|0.00|>", "temperature": 0.7},
+            {"language": "de", "initial_prompt": "Ada < |0.00|>", "temperature": 0.7},
+        ),
+        (3, {"task": TRANSLATE}, {"task": "translate"}),
+        pytest.param(3, {"words": True}, {"word_timestamps": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_transcript_is_mlx_audios_own(
+    whisper: ListeningModel, whisper_folder: Path, seconds: int, fields: dict[str, Any], own: dict[str, Any]
+):
+    samples = SAMPLES[: 16_000 * seconds]
+    made, pieces = heard(whisper, samples=samples.tobytes(), **fields)
+    library: Any = load_listener(whisper_folder, model_type="whisper", model_name_parts=[])
+    mx.random.seed(5)
+    reference = transcript_of(library.generate(mx.array(samples), **own))
+    assert made == reference and made.text
+    assert "".join(pieces) == made.text and len(pieces) == (2 if seconds > 30 else 1)
+    assert made.language == fields.get("language", made.language) != ""
+    words = [word for segment in made.segments for word in segment.words]
+    assert bool(words) == bool(fields.get("words"))
+
+
+def test_windows_are_told_one_after_the_other(whisper: ListeningModel):
+    done: list[int] = []
+    whisper.transcribe(HEARD, lambda windows: done.append(windows), lambda piece: None)
+    # At every step of decoding, and between windows.
+    assert sorted(done) == done and set(done) == {0, 1} and done.count(0) > 3
+    assert whisper.windows(HEARD) == 2
+
+
+def test_what_a_whisper_model_takes_is_found(whisper: ListeningModel):
+    info = whisper.info
+    assert (info.family, info.rate, info.listens, info.speaks) == ("whisper", 16_000, True, False)
+    assert info.translates and info.words and info.segments and info.prompt and info.temperature
+    assert {"en", "de"} < {*info.languages} and len(info.languages) == 99
+
+
+def test_speech_is_mlx_audios_own(soprano: SpeakingModel, soprano_folder: Path):
+    pieces: list[SpeechPiece] = []
+    seconds = soprano.speak(SAID, quiet, pieces.append)
+    library: Any = load_speaker(soprano_folder, model_type="soprano", model_name_parts=[])
+    mx.random.seed(5)
+    reference = [pcm16(each.audio) for each in library.generate(SAID.text)]
+    assert [each.audio for each in pieces] == reference and len(reference) == 2
+    assert (soprano.info.rate, seconds) == (32_000, sum(map(len, reference)) / 2 / 32_000)
+
+
+def test_loud_audio_is_cut_off():
+    assert pcm16(mx.array([[0.0, 1.0, -2.0, 0.5]])) == b"\x00\x00\xff\x7f\x01\x80\x00\x40"
+
+
+def copied(folder: Path, to: Path, **config: Any) -> Path:
+    shutil.copytree(folder, to)
+    known = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**known, **config}))
+    return to
+
+
+def test_a_model_without_its_tokenizer_is_refused(whisper_folder: Path, tmp_path: Path):
+    folder = copied(whisper_folder, tmp_path / "m")
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ModelLoadError, match="writes nothing down: Processor not found"):
+        ListeningModel.load(folder, "ear")
+
+
+def test_missing_weights_are_refused_and_not_drawn(whisper_folder: Path, tmp_path: Path):
+    folder = copied(whisper_folder, tmp_path / "m")
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    mx.eval(weights)
+    del weights["decoder.ln.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    with pytest.raises(ModelLoadError, match=r"incomplete: its weights lack decoder\.ln\.weight"):
+        ListeningModel.load(folder, "ear")
+
+
+@pytest.mark.parametrize("kind", ["kokoro", "spark"])
+def test_a_family_whose_package_is_missing_says_which(soprano_folder: Path, tmp_path: Path, kind: str):
+    folder = copied(soprano_folder, tmp_path / "m", model_type=kind)
+    with pytest.raises(ModelLoadError) as refused:
+        SpeakingModel.load(folder, "mouth")
+    assert refused.value.message.startswith("mouth cannot be loaded: "), refused.value.message
+
+
+def test_code_of_a_folder_is_never_run(whisper_folder: Path, tmp_path: Path):
+    folder = copied(whisper_folder, tmp_path / "m")
+    ran = tmp_path / "ran"
+    (folder / "tokenization_own.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    known = json.loads((folder / "tokenizer_config.json").read_text())
+    maps = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**known, **maps}))
+    with pytest.raises(ModelLoadError, match="brings code of its own"):
+        ListeningModel.load(folder, "ear")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("key", ["tokenizer_path", "anything"])
+def test_paths_that_leave_the_folder_are_refused(whisper_folder: Path, tmp_path: Path, key: str):
+    (tmp_path / "secret.json").write_text("{}")
+    folder = copied(whisper_folder, tmp_path / "m", inner={key: ["a", "../secret.json"]})
+    with pytest.raises(ModelLoadError, match=r"config\.json names '\.\./secret\.json', which is not in its folder"):
+        ListeningModel.load(folder, "ear")
