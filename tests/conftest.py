@@ -31,6 +31,7 @@ from satchel.actors.replica.device.device import on_gpu
 from satchel.cluster import environment
 from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.home import Home, ensure_token, prepare_home
+from tests.worlds.replica.failed_tasks import forget_failed_tasks
 
 # How long an example takes depends on what else runs.
 hypothesis.settings.register_profile("satchel", deadline=None)
@@ -159,6 +160,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             del item.config.stash[_CLUSTER]
             # Those that depend on it end before it.
             fixture.finish(request)  # type: ignore[arg-type]
+        forget_failed_tasks()
         if nextitem is None or nextitem.path != item.path:
             _let_go()
 
