@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from .store_messages import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class ReadPart:
         owner, scope, root, ids: of the prompt, as in `disk_tier.Prompt`.
         tokens: packed.
         hot_tokens: how many of its first tokens have KV in memory.
+        limits: what the tenant may have on disk.
     """
 
     reading: str
@@ -50,6 +53,7 @@ class ReadPart:
     ids: list[bytes]
     tokens: bytes
     hot_tokens: int
+    limits: Limits = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,12 @@ class RayStore:
                 await self._locator.ask(head, lambda store, node=node: store.fetch(agent, node, fetch_s))
             except SatchelError as error:
                 logger.warning("of agent %s no KV is packed that only %s has: %s", agent, node, error.message)
-        replicas = [(info.files_id, model) for _, info in await self._infos() for model in computed_by(info)]
+        infos = [info for _, info in await self._infos()]
+        # Models that were divided in another way have left KV of other parts.
+        found = await asyncio.to_thread(lambda: [usable_by(info) for info in infos])
+        replicas = [
+            (info.files_id, model) for info, models in zip(infos, found, strict=True) for model in sorted(models)
+        ]
         return await self._locator.ask(head, lambda store: store.pack(agent, replicas))
 
     async def unpack(

@@ -44,6 +44,9 @@ IDS_MAX = 2 * SAVED_MAX
 READINGS_MAX = 8
 """How many readings a follower keeps whose end it was not told."""
 
+FORGOTTEN_MAX = 64
+"""How many readings a follower remembers whose end it was told before they were there."""
+
 
 @dataclass(frozen=True)
 class _WholePrompt(Prompt):
@@ -81,7 +84,8 @@ class GroupDisk(DiskTier):
     def _whole(self, reading: str, prompt: Prompt, hot_tokens: int) -> _WholePrompt | None:
         """Has the followers read their parts. Returns the prompt as far as all of them have it; None for nothing."""
         ids, tokens = list(prompt.ids), pack_tokens(prompt.tokens)
-        part = ReadPart(reading, prompt.owner, prompt.scope, prompt.root, ids, tokens, hot_tokens)
+        limits = dict(prompt.limits)
+        part = ReadPart(reading, prompt.owner, prompt.scope, prompt.root, ids, tokens, hot_tokens, limits)
         with ThreadPoolExecutor(len(self.clients)) as threads:
             found = list(threads.map(lambda client: _asked(client, part), self.clients))
         blocks = min(each.blocks for each in found)
@@ -189,6 +193,7 @@ class FollowerParts:
         self._disk, self._batch, self._ids = disk, batch, StageIds(model_id)
         self._lock = threading.Lock()
         self._staged: dict[str, _Staged] = {}
+        self._forgotten: deque[str] = deque(maxlen=FORGOTTEN_MAX)
 
     def save(
         self,
@@ -237,7 +242,7 @@ class FollowerParts:
         tokens = unpack_tokens(part.tokens)
         root, ids = self._ids.of_root(part.root, part.scope), part.ids
         own = self._ids.of_prompt(part.root, part.scope, ids, tokens[: len(ids) * BLOCK_TOKENS])
-        prompt = Prompt(part.reading, part.owner, root, own, tokens, part.scope)
+        prompt = Prompt(part.reading, part.owner, root, own, tokens, part.scope, limits=part.limits)
         restored = self._disk.load(prompt, part.hot_tokens, stage)
         if restored is None:
             return FoundPart(0, [])
@@ -245,6 +250,8 @@ class FollowerParts:
         tails = [(pack_tokens(tokens), kept.value) for tokens, kept in restored.tails]
         staged.tails = {tokens: slab for tokens, slab in tails if isinstance(slab, Slab)}
         with self._lock:
+            if part.reading in self._forgotten:
+                return FoundPart(0, [])
             while len(self._staged) >= READINGS_MAX:
                 del self._staged[next(iter(self._staged))]
             self._staged[part.reading] = staged
@@ -269,9 +276,10 @@ class FollowerParts:
         return [*staged.blocks[:blocks], *(staged.tails[tokens] for tokens in tails)]
 
     def forget(self, reading: str) -> None:
-        """As `Parts.forget`."""
+        """As `Parts.forget`. It may come while the KV is still being read."""
         with self._lock:
-            self._staged.pop(reading, None)
+            if self._staged.pop(reading, None) is None:
+                self._forgotten.append(reading)
 
     def _of(self, reading: str) -> _Staged:
         with self._lock:

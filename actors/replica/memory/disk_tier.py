@@ -79,7 +79,8 @@ class Written:
 @dataclass(frozen=True)
 class Prompt:
     """A prompt whose KV may be read back: `tokens` after `root`, and the `ids` of their whole blocks. `scope` says who
-    shares it, as in `block_ids.root_id`; "" if that is not known. `adapter` is its adapter's digest, b"" for none."""
+    shares it, as in `block_ids.root_id`; "" if that is not known. `adapter` is its adapter's digest, b"" for none, and
+    `limits` what the tenant may have on disk."""
 
     request_id: str
     owner: str
@@ -88,6 +89,7 @@ class Prompt:
     tokens: Sequence[int]
     scope: str = ""
     adapter: bytes = b""
+    limits: Limits = field(default_factory=dict)
 
     @property
     def wanted(self) -> Sequence[bytes]:
@@ -99,7 +101,8 @@ class Prompt:
     def of(cls, request: GenerateRequest) -> Prompt:
         """Returns the prompt of a request."""
         name, ids = request.request_id, request.block_ids
-        return cls(name, request.agent, request.root_id, ids, request.prompt, request.scope, request.adapter)
+        scope, adapter, limits = request.scope, request.adapter, request.disk_limits
+        return cls(name, request.agent, request.root_id, ids, request.prompt, scope, adapter, limits)
 
 
 @dataclass(frozen=True)
@@ -280,6 +283,7 @@ class DiskTier:
             if self.others is not None and not prompt.adapter and (session := self._opened()) is not None:
                 self.others.bring(prompt, session)
         except SatchelError as error:
+            self._open_again()
             logger.warning("request %s: no KV is made of other parts': %s", prompt.request_id, error.message)
 
     def look(self, prompt: Prompt, hot_tokens: int) -> int:
@@ -476,9 +480,7 @@ class DiskTier:
         try:
             self._write_once(job)
         except SatchelError:
-            with self._opening:
-                # The store may have restarted.
-                self._session = None
+            self._open_again()
             raise
         self._given_up = False
         self._moved_at = time.monotonic()
@@ -539,6 +541,11 @@ class DiskTier:
                 root = Path(told.root)
                 self._session = WriterSession(root, read_key(root), told.session, told.epoch)
             return self._session
+
+    def _open_again(self) -> None:
+        """Asks the store next time: it may have restarted."""
+        with self._opening:
+            self._session = None
 
 
 def _write_forever(

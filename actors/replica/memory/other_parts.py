@@ -22,7 +22,7 @@ import numpy as np
 
 from ....cluster.config.config import Scheduling
 from ....cluster.config.timing import Timing
-from ....cluster.errors import SatchelError
+from ....cluster.errors import SatchelError, Unavailable
 from ...kv_store.disk.segment_reader import StoredEntry, read_entries
 from ...kv_store.disk.segments import grouped
 from ...model_files.identity.layer_ranges import ModelPart, Piece, ids_of_all, pieces_of
@@ -47,8 +47,8 @@ KNOWN_S = 10.0
 AGAIN_S = 60.0
 """How long a node or a router that failed is not asked."""
 
-TAILS_MAX = 4
-"""How many tails of a range are looked at."""
+TAILS_MAX = 16
+"""How many tails of a part are looked at."""
 
 
 class Joined(NamedTuple):
@@ -121,17 +121,18 @@ class OtherParts:
         return cls(loaded.identity, *loaded.part, loaded.spec, store, known, timing.pull_s)
 
     def bring(self, prompt: Prompt, session: WriterSession) -> int:
-        """Has as much as possible of a prompt's KV on this node's disk, as this process's own. Returns how many blocks
-        were made.
+        """Has as much as possible of a prompt's KV on this node's disk, as this process's own, and as its agent's: of a
+        prompt of no agent nothing is kept. Returns how many blocks were made.
 
         Raises:
             SatchelError: the node's store fails.
         """
-        if not prompt.scope or not is_shared(prompt.scope) or len(prompt.tokens) < 2:
+        if not prompt.owner or not prompt.scope or not is_shared(prompt.scope) or len(prompt.tokens) < 2:
             return 0
+        ends = time.monotonic() + self._pull_s
         for remote in self._elsewhere():
             try:
-                self._pull(remote, prompt)
+                self._pull(remote, prompt, ends)
             except SatchelError as error:
                 logger.warning("request %s: %s gives no KV: %s", prompt.request_id, remote.node, error.message)
                 self._known[remote.node] = time.monotonic() + AGAIN_S - KNOWN_S, []
@@ -171,20 +172,29 @@ class OtherParts:
         whole = (len(prompt.tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         return root, block_ids(root, prompt.tokens[:whole])
 
-    def _pull(self, remote: Remote, prompt: Prompt) -> None:
-        """Pulls what another node has and this one has not."""
+    def _pull(self, remote: Remote, prompt: Prompt, ends: float) -> None:
+        """Pulls what another node has and this one has not.
+
+        Args:
+            ends: when it must be done, by the monotonic clock.
+
+        Raises:
+            Unavailable: nothing came.
+        """
         skipped = {self._model} if callable(self._remotes) else set[bytes]()
         for model in {*self._on(remote.store, remote.node)} - skipped:
             with self._found({model}, prompt) as here, self._found({model}, prompt, remote.store) as there:
                 known, more = here[model], there[model]
-            if (len(more.blocks), _tail(more)) <= (len(known.blocks), _tail(known)):
+            left_s = ends - time.monotonic()
+            if _reach(more, prompt) <= _reach(known, prompt) or left_s <= 0:
                 continue
             root, chain = self._chain(model, prompt)
             rest = list(prompt.tokens[len(more.blocks) * BLOCK_TOKENS : -1][:BLOCK_TOKENS])
-            wanted = PullKV(
-                remote.node, model, root, chain[: len(more.blocks)], rest, prompt.owner, self._pull_s, wait_s=0.0
-            )
-            self._store.pull(wanted).wait()
+            blocks, limits = chain[: len(more.blocks)], dict(prompt.limits)
+            wanted = PullKV(remote.node, model, root, blocks, rest, prompt.owner, left_s, limits, wait_s=0.0)
+            came = self._store.pull(wanted).wait()
+            if not came.nbytes and not came.complete:
+                raise Unavailable("a pull brought nothing")
             self._known.pop("", None)
 
     @contextmanager
@@ -223,27 +233,29 @@ class OtherParts:
                 tokens = prompt.tokens[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS]
                 parent = chain[number - 1] if number else root
                 made.append(Entry(chain[number], parent, tokens, parts, owners=(prompt.owner,), **reusable))
-            self._write(session, made)
+            self._write(session, prompt, made)
             made = []
             if len(joined) < stop - start:
                 return start + len(joined) - have
         if count >= have and (tail := self._tail(prompt, session, by_part, count)) is not None:
             parent = chain[count - 1] if count else root
             tokens, (parts, reusable) = tail
-            self._write(session, [Entry.of_tail(parent, tokens, parts, owners=(prompt.owner,), **reusable)])
+            entry = Entry.of_tail(parent, tokens, parts, owners=(prompt.owner,), **reusable)
+            self._write(session, prompt, [entry])
         self._store.disk_touch(self._model, chain[:count], prompt.owner).wait()
         return max(0, count - have)
 
     def _tail(
         self, prompt: Prompt, session: WriterSession, by_part: Mapping[ModelPart, FoundKV], blocks: int
     ) -> tuple[Sequence[int], Joined] | None:
-        """Returns the longest tail after so many blocks that can be made and is not there, and its tokens."""
+        """Returns the longest tail after so many blocks that can be made and is not there, and its tokens. All of them
+        are the prompt's: others would be kept as its agent's."""
         tails: dict[bytes, dict[ModelPart, Location]] = {}
         for part, each in by_part.items():
             for tail in each.tails if len(each.blocks) == blocks else []:
                 tails.setdefault(tail.location.tokens, {})[part] = tail.location
-        rest = pack_tokens(prompt.tokens[blocks * BLOCK_TOKENS :])
-        for tokens in sorted(tails, key=lambda tokens: (-_common(tokens, rest), len(tokens))):
+        rest = pack_tokens(prompt.tokens[blocks * BLOCK_TOKENS : -1])
+        for tokens in sorted(filter(rest.startswith, tails), key=len, reverse=True):
             where = tails[tokens]
             if self._part in where:
                 return None
@@ -326,9 +338,9 @@ class OtherParts:
                 heads.setdefault(layer, {}).setdefault(f"{layer}.{kind}", []).append(own)
         return {layer: {name: _side_by_side(each) for name, each in arrays.items()} for layer, arrays in heads.items()}
 
-    def _write(self, session: WriterSession, entries: Sequence[Entry]) -> None:
+    def _write(self, session: WriterSession, prompt: Prompt, entries: Sequence[Entry]) -> None:
         for group in grouped(entries):
-            self._store.disk_commit(session.write(self._model, group)).wait()
+            self._store.disk_commit(session.write(self._model, group), prompt.limits).wait()
 
 
 def disk_tier_of(
@@ -388,12 +400,9 @@ def _side_by_side(heads: Sequence[np.ndarray]) -> np.ndarray:
     return heads[0] if len(heads) == 1 else np.concatenate(heads, axis=1)
 
 
-def _tail(found: FoundKV) -> int:
-    return max((tail.tokens for tail in found.tails), default=0)
-
-
-def _common(one: bytes, other: bytes) -> int:
-    """Returns how many leading tokens two packed lists share."""
-    few = min(len(one), len(other)) // 4
-    differ = np.frombuffer(one, "<u4", few) != np.frombuffer(other, "<u4", few)
-    return int(differ.argmax()) if differ.any() else few
+def _reach(found: FoundKV, prompt: Prompt) -> tuple[int, int]:
+    """Returns of how many blocks, and of how many tokens after them, a node has a prompt's KV. Of a tail that differs
+    from the prompt nothing is pulled."""
+    rest = pack_tokens(prompt.tokens[len(found.blocks) * BLOCK_TOKENS : -1])
+    tails = [tail.location.tokens for tail in found.tails]
+    return len(found.blocks), max((len(tokens) // 4 for tokens in tails if rest.startswith(tokens)), default=0)

@@ -123,7 +123,7 @@ class Restores:
         # Copies, because the sequence may leave, and its tokens may change.
         ids, tokens = list(sequence.ids), list(sequence.tokens)
         name, root, adapter = request.request_id, request.root_id, request.adapter
-        prompt = Prompt(name, request.agent, root, ids, tokens, request.scope, adapter)
+        prompt = Prompt(name, request.agent, root, ids, tokens, request.scope, adapter, request.disk_limits)
         compute_s = (len(prompt.tokens) - hot) / tokens_per_s if tokens_per_s else self.wait_s_max
         wait_s = max(READ_WAIT_S_MIN, 2 * compute_s)
         reading = Reading(prompt, hot, time.monotonic(), wait_s, sequence.span.phase)
