@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.entries import pack_tokens
 from satchel.actors.protocol.group_messages import FoundPart, ReadPart
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.loading import load_stage
-from satchel.actors.replica.group.parts import FollowerParts, GroupDisk
+from satchel.actors.replica.group.parts import READINGS_MAX, FollowerParts, GroupDisk
 from satchel.actors.replica.kv.caches import read_spec
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory.disk_tier import DiskTier, Prompt
 from satchel.actors.replica.memory.other_parts import OtherParts, Remote
+from satchel.actors.replica.memory.sequence_memory import Restored
 from tests.actors.replica.group.calls.test_overlap import Whims
 from tests.worlds.models.families import write_model
 from tests.worlds.replica.bench import Bench
@@ -53,6 +55,22 @@ class _Client:
 
     def read(self, part: ReadPart) -> _Asked:
         return _Asked(lambda: self._parts.read(part))
+
+
+class _Restores:
+    """Stands for a disk side that restores something of any prompt."""
+
+    def load(self, *_: object) -> Restored:
+        return Restored(0, [], [])
+
+
+def test_kv_that_comes_when_its_reading_is_over_is_not_kept():
+    """The leader gave up while the follower was still reading."""
+    parts: Any = FollowerParts(_Restores(), None, bytes(32))  # type: ignore[arg-type]
+    for number in range(READINGS_MAX):
+        parts.forget(f"r{number}")
+        parts.read(ReadPart(f"r{number}", AGENT, "t/x", bytes(32), [], pack_tokens([1, 2, 3]), 0))
+    assert not parts._staged
 
 
 def others_of(loaded: LoadedModel, nodes: list[Node], own: int) -> OtherParts | None:

@@ -19,12 +19,14 @@ from satchel.actors.model_files.identity.layer_ranges import ModelPart, identity
 from satchel.actors.model_files.identity.model_identity import ModelIdentity
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.protocol.entries import Entry, pack_tokens, unpack_tokens
+from satchel.actors.protocol.store_messages import Fetched
 from satchel.actors.replica.kernels.sealing import POLICIES, SealPolicy, seal
 from satchel.actors.replica.kv.caches import LayerKV, ModelCacheSpec, Slab, read_spec
 from satchel.actors.replica.memory import slab_codec
 from satchel.actors.replica.memory.disk_tier import DiskTier, Prompt
 from satchel.actors.replica.memory.other_parts import OtherParts, Remote
 from satchel.cluster.errors import NoAnswer
+from tests.worlds.replica import bench_disk
 from tests.worlds.replica.bench_disk import Node
 
 HEADS, DIM, VALUE_DIM = 12, 32, 48
@@ -304,13 +306,76 @@ def test_heads_that_do_not_fit_are_computed_again(nodes: list[Node]):
         assert kind.bring(node, shares(2)[0]) == 0 and not read(node, shares(2)[0])
 
 
+def bring(node: Node, part: ModelPart, prompt: Prompt, remotes: Sequence[Remote] = ()) -> int:
+    spec = Kind().spec(part)
+    session = DiskTier(spec, model_of(part), node.client)._opened()
+    assert session is not None
+    others = OtherParts(identity_of(WHOLE, part, COUNT), part, COUNT, spec, node.client, remotes)
+    return others.bring(prompt, session)
+
+
 def test_kv_of_other_tokens_is_not_used(nodes: list[Node]):
     kind, (node, _) = Kind(), nodes
     kind.write(node, ALL)
     assert [unpack_tokens(entry.location.tokens)[0] for entry in read(node, ALL)] == [0, 256, 512]
-    part = shares(2)[1]
-    disk = DiskTier(kind.spec(part), model_of(part), node.client)
-    others = OtherParts(identity_of(WHOLE, part, COUNT), part, COUNT, kind.spec(part), node.client)
-    session = disk._opened()
+    assert bring(node, shares(2)[1], Prompt("r", AGENT, b"", [], [9, *TOKENS], SCOPE)) == 0
+
+
+def test_of_another_agents_words_only_the_common_ones_are_kept(nodes: list[Node]):
+    """Her tail begins as his prompt does, and goes on otherwise. It would be his when she is forgotten."""
+    node, _ = nodes
+    Kind().write(node, ALL)
+    his = [*TOKENS[: BLOCKS * BLOCK_TOKENS + 1], 9999, 9998, 9997]
+    assert bring(node, shares(2)[0], Prompt("r", "default/bob", b"", [], his, SCOPE)) == BLOCKS
+    node.store.forget(AGENT)
+    node.store.compact()
+    kept = [row.record for segment in node.store._shelf.index.segments.values() for row in segment.rows if row.live]
+    assert kept and {token for record in kept for token in unpack_tokens(record.tokens)} <= {*his}
+
+
+def test_for_a_prompt_of_no_agent_nothing_is_made(nodes: list[Node]):
+    """Nobody could have it forgotten."""
+    node, _ = nodes
+    Kind().write(node, ALL)
+    assert bring(node, shares(2)[0], Prompt("r", "", b"", [], [*TOKENS, 7], SCOPE)) == 0
+
+
+def test_a_tail_that_goes_on_otherwise_is_not_asked_for(nodes: list[Node], monkeypatch: pytest.MonkeyPatch):
+    here, there = nodes
+    Kind().write(there, ALL)
+    pulls: list[bytes] = []
+    pull = bench_disk._pulled
+    monkeypatch.setattr(bench_disk, "_pulled", lambda *asked: (pulls.append(asked[2].model), pull(*asked))[1])
+    for last in (1, 2):
+        his = [*TOKENS[: BLOCKS * BLOCK_TOKENS + 1], 9999, last]
+        bring(here, shares(2)[0], Prompt("r", "default/bob", b"", [], his, SCOPE), [Remote("1", there.client)])
+    assert len(pulls) == 1
+
+
+def test_a_node_of_which_nothing_comes_is_left_alone(nodes: list[Node], monkeypatch: pytest.MonkeyPatch):
+    here, there = nodes
+    part, spec = shares(2)[0], Kind().spec(shares(2)[0])
+    Kind().write(there, ALL)
+    pulls: list[bytes] = []
+    monkeypatch.setattr(bench_disk, "_pulled", lambda *asked: (pulls.append(asked[2].model), Fetched())[1])
+    session = DiskTier(spec, model_of(part), here.client)._opened()
     assert session is not None
-    assert others.bring(Prompt("r", AGENT, b"", [], [9, *TOKENS], SCOPE), session) == 0
+    remotes = [Remote("1", there.client)]
+    others = OtherParts(identity_of(WHOLE, part, COUNT), part, COUNT, spec, here.client, remotes)
+    for _ in range(3):
+        assert others.bring(Prompt("r", AGENT, b"", [], [*TOKENS, 7], SCOPE), session) == 0
+    assert len(pulls) == 1
+
+
+def test_after_a_restart_of_the_store_kv_is_made_again(nodes: list[Node]):
+    """What is written as before is refused once."""
+    node, _ = nodes
+    Kind().write(node, ALL)
+    part, spec = shares(2)[0], Kind().spec(shares(2)[0])
+    disk = DiskTier(spec, model_of(part), node.client)
+    disk.others = OtherParts(identity_of(WHOLE, part, COUNT), part, COUNT, spec, node.client)
+    disk._opened()
+    node.restart()
+    for _ in range(2):
+        disk._bring(Prompt("r", AGENT, b"", [], [*TOKENS, 7], SCOPE))
+    equal(read(node, part), Kind().expected(part))
