@@ -10,8 +10,8 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ...actors.model_files.identity.layer_ranges import ModelPart, identity_of, ids_of_all
 from ...actors.model_files.identity.model_identity import ModelIdentity, adapted_id
+from ...actors.model_files.identity.model_parts import ModelPart, identity_of, ids_of_all
 from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.replica_messages import ModelInfo, StageInfo

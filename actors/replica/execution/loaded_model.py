@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ...model_files.identity.layer_ranges import ModelPart
 from ...model_files.identity.model_identity import ModelIdentity, adapted_id
+from ...model_files.identity.model_parts import ModelPart
 from ...model_files.sentence_modules import SentenceModules
 from ...protocol.replica_messages import EmbeddingInfo, GenerateRequest
 from ..adapters.adapters import Adapters

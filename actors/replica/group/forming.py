@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from ....cluster.config.timing import Timing
 from ....cluster.errors import ClusterError, LinkError, SatchelError
-from ...model_files.identity.layer_ranges import LAYERS
+from ...model_files.identity.model_parts import LAYERS
 from ..execution.batch import Batch
 from ..execution.loaded_model import LoadedModel
 from .calls.following import Following

@@ -20,8 +20,8 @@ from ....cluster.errors import ModelLoadError, NoRoom
 from ...model_files.context import context_length
 from ...model_files.foreign_code import refuse_model_file
 from ...model_files.identity.digests import check_unchanged, digest_files
-from ...model_files.identity.layer_ranges import ModelPart, identity_of
 from ...model_files.identity.model_identity import ModelIdentity
+from ...model_files.identity.model_parts import ModelPart, identity_of
 from ...model_files.source import Progress, first_sentence, read_json, resolve
 from ...model_files.text.end_tokens import end_tokens
 from ...model_files.weights import read_weight_files

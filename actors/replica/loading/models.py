@@ -18,8 +18,8 @@ from ...model_files.checkpoints import load_checkpoint
 from ...model_files.context import context_length
 from ...model_files.foreign_code import refuse_model_file
 from ...model_files.identity.digests import check_unchanged, digest_files
-from ...model_files.identity.layer_ranges import ModelPart
 from ...model_files.identity.model_identity import ModelIdentity
+from ...model_files.identity.model_parts import ModelPart
 from ...model_files.media.processors import PictureProcessor, in_words, sight
 from ...model_files.sentence_modules import read_sentence_modules
 from ...model_files.source import (

@@ -25,8 +25,8 @@ from ....cluster.config.timing import Timing
 from ....cluster.errors import SatchelError, Unavailable
 from ...kv_store.disk.segment_reader import StoredEntry, read_entries
 from ...kv_store.disk.segments import grouped
-from ...model_files.identity.layer_ranges import ModelPart, Piece, ids_of_all, pieces_of
 from ...model_files.identity.model_identity import ModelIdentity
+from ...model_files.identity.model_parts import ModelPart, Piece, ids_of_all, pieces_of
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids, is_shared, root_id
 from ...protocol.clients import RouterClient
 from ...protocol.entries import ENTRIES_MAX, Entry, Failure, Location, pack_tokens, unpack_tokens

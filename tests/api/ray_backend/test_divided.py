@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from satchel.actors.model_files.identity.layer_ranges import LAYERS, ModelPart, identity_of
 from satchel.actors.model_files.identity.model_identity import ModelIdentity
+from satchel.actors.model_files.identity.model_parts import LAYERS, ModelPart, identity_of
 from satchel.actors.protocol.replica_messages import StageInfo
 from satchel.api.ray_backend.store import computed_by, usable_by
 from tests.worlds.direct import model_info

@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ....model_files.identity.layer_ranges import ModelPart, identity_of
 from ....model_files.identity.model_identity import ModelIdentity
+from ....model_files.identity.model_parts import ModelPart, identity_of
 from ...execution.media.language_inputs import LanguageInputs, separate
 from ...execution.media.vision import Vision
 from ...kv.caches import ModelCacheSpec

@@ -15,8 +15,8 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from satchel.actors.kv_store.disk.segment_reader import StoredEntry, read_entries
 from satchel.actors.kv_store.disk.segments import grouped
-from satchel.actors.model_files.identity.layer_ranges import ModelPart, identity_of
 from satchel.actors.model_files.identity.model_identity import ModelIdentity
+from satchel.actors.model_files.identity.model_parts import ModelPart, identity_of
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.protocol.entries import Entry, pack_tokens, unpack_tokens
 from satchel.actors.protocol.store_messages import Fetched

@@ -8,7 +8,8 @@ from itertools import combinations, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from satchel.actors.model_files.identity.layer_ranges import (
+from satchel.actors.model_files.identity.model_identity import ModelIdentity
+from satchel.actors.model_files.identity.model_parts import (
     LAYERS,
     SHARES_MAX,
     LayerRange,
@@ -17,7 +18,6 @@ from satchel.actors.model_files.identity.layer_ranges import (
     ids_of_all,
     pieces_of,
 )
-from satchel.actors.model_files.identity.model_identity import ModelIdentity
 
 COUNT = 6
 RANGES = [ModelPart(*ends) for ends in combinations(range(COUNT + 1), 2)]
