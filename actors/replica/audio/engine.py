@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from ....cluster.errors import InvalidRequest, SatchelError
 from ...model_files.identity.model_identity import ModelIdentity
 from ...protocol.speech_messages import SPEAK, SpeechInfo, SpeechPiece, SpeechRequest, SpeechUpdate, speech_refusal
 from ..jobs.engine import GIVEN_BYTES_MAX, JobCounters, JobEngine
+from ..jobs.queue import SerialJob
 from .listening import ListeningModel
 from .speaking import SpeakingModel
 
@@ -26,7 +28,7 @@ class SpeechCounters(JobCounters):
 
 class SpeechEngine(JobEngine[SpeechRequest]):
     """Writes down speech, or speaks. The arguments but `model` are those of `JobEngine`. A second of audio costs
-    `TOKENS_PER_S` tokens, and a character of a text one."""
+    `TOKENS_PER_S` tokens, and a character of a text one; its windows or lines share that evenly."""
 
     takes = SpeechRequest
     jobs, whole, brought = "requests", "answer", "the audio files that wait"
@@ -70,8 +72,12 @@ class SpeechEngine(JobEngine[SpeechRequest]):
         return None if refused is None else InvalidRequest(refused[1], param=refused[0])
 
     def cost(self, request: SpeechRequest) -> tuple[int, int]:
-        windows = self.model.windows(request) if isinstance(self.model, ListeningModel) else 1
-        return -(-request.tokens // windows), windows
+        if isinstance(self.model, ListeningModel):
+            steps = self.model.windows(request)
+        else:
+            # Most families make a segment of each line.
+            steps = max(1, sum(not line.isspace() for line in request.text.splitlines() if line))
+        return max(1, request.tokens // steps), steps
 
     def size(self, request: SpeechRequest) -> int:
         return request.tokens
@@ -92,13 +98,22 @@ class SpeechEngine(JobEngine[SpeechRequest]):
         counters = self.counters
         if isinstance(self.model, SpeakingModel):
             assert request.task == SPEAK
+            began = time.perf_counter()
             seconds = self.model.speak(request, self.paused, told)
+            self.rest_done()
+            self.pace.note_step(request.tokens, time.perf_counter() - began)
             counters.speeches, counters.spoken_s = counters.speeches + 1, counters.spoken_s + seconds
             return SpeechUpdate(0, seconds=seconds, done=True)
         transcript = self.model.transcribe(request, self.paused, told)
+        self.rest_done()
         counters.transcripts += 1
         counters.transcribed_s += request.seconds
         return SpeechUpdate(0, transcript=transcript, done=True)
+
+    def note_steps(self, job: SerialJob, new: int, seconds: float) -> None:
+        # A text may have other segments than lines, and windows may overlap: a text's pace is noted when it is spoken.
+        if not self.info.speaks and (planned := min(new, job.steps)):
+            super().note_steps(job, planned, seconds)
 
     def failed(self, error: SatchelError) -> SpeechUpdate:
         return SpeechUpdate(0, error=error.to_wire())

@@ -129,6 +129,8 @@ class JobEngine(ABC, Generic[Asked]):
         self._stopped = threading.Event()
         self._idle_since = time.monotonic()
         self._began, self._steps = 0.0, 0
+        self._uncharged = False
+        """Whether a job is computed, and none of its steps has been charged yet."""
 
     # What a kind of job is.
 
@@ -283,10 +285,10 @@ class JobEngine(ABC, Generic[Asked]):
             self._claim(self.needed_bytes)
             self._compute(job, request)
         finally:
-            self._predicted = 0
+            self._predicted, self._uncharged = 0, False
 
     def _compute(self, job: SerialJob, request: Asked) -> None:
-        self._steps, self._began = 0, time.perf_counter()
+        self._steps, self._began, self._uncharged = 0, time.perf_counter(), True
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         try:
@@ -321,17 +323,30 @@ class JobEngine(ABC, Generic[Asked]):
         now = time.perf_counter()
         if job is not None and steps > self._steps:
             self.note_steps(job, steps - self._steps, now - self._began)
-            self._steps, self._began = steps, now
-            self.queue.step()
+            new, self._steps, self._began = steps - self._steps, steps, now
+            self._charge(new)
             self.tell(job.request_id)
         self._take_commands()
         self._end_expired()
         if job is None or self.queue.current is not job:
             raise JobEnded
 
+    def rest_done(self) -> None:
+        """Notes that the current job is done, with the steps of which `paused` was not told."""
+        job = self.queue.current
+        if job is not None and job.steps:
+            self.note_steps(job, job.steps, time.perf_counter() - self._began)
+            self._charge(job.steps)
+
     def note_steps(self, job: SerialJob, new: int, seconds: float) -> None:
         """Notes new steps of the current job, which took so long together."""
         self.pace.note_step(job.tokens * new, seconds)
+
+    def _charge(self, steps: int) -> None:
+        """Charges steps of the current job."""
+        self._uncharged = False
+        for _ in range(steps):
+            self.queue.step()
 
     def _end_expired(self) -> None:
         for request_id in self.queue.expired(time.monotonic()):
@@ -340,6 +355,10 @@ class JobEngine(ABC, Generic[Asked]):
     def _end(self, request_id: str, error: SatchelError) -> None:
         """Ends a request with an error; unknown ones are ignored."""
         if request_id in self.queue:
+            current = self.queue.current
+            if self._uncharged and current is not None and current.request_id == request_id:
+                # It ends within its first step, which has been computed in part.
+                self._charge(1)
             self._forget(request_id)
             self._send(request_id, self.failed(error))
 

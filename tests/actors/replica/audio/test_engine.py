@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from satchel.actors.model_files.identity.model_identity import ModelIdentity
-from satchel.actors.protocol.speech_messages import SPEAK, TRANSCRIBE, SpeechRequest, SpeechUpdate
+from satchel.actors.protocol.speech_messages import (
+    SPEAK,
+    TRANSCRIBE,
+    SpeechInfo,
+    SpeechRequest,
+    SpeechUpdate,
+    Transcript,
+)
 from satchel.actors.replica.audio.engine import SpeechEngine
 from satchel.actors.replica.audio.listening import ListeningModel
 from satchel.actors.replica.audio.speaking import SpeakingModel
@@ -133,13 +140,103 @@ def test_an_error_ends_that_request_alone(ear: World, monkeypatch: pytest.Monkey
     assert ear.end_of("b").done
 
 
+def waits(event: threading.Event) -> None:
+    assert event.wait(20)
+
+
+class OneStep(ListeningModel):
+    """Writes a whole file down in one step, as families other than Whisper do."""
+
+    def __init__(self) -> None:
+        self._is_whisper, self.info = False, SpeechInfo("fake", listens=True)
+        self.at_step: Callable[[], None] = lambda: None
+
+    def transcribe(self, request: SpeechRequest, paused: Callable[[int], None], told: Any) -> Transcript:
+        self.at_step()
+        paused(0)
+        return Transcript("Hello")
+
+
+class Lines(SpeakingModel):
+    """Speaks a text in some number of segments."""
+
+    def __init__(self, segments: int) -> None:
+        self.info, self.segments = SpeechInfo("fake", speaks=True), segments
+
+    def speak(self, request: SpeechRequest, paused: Callable[[int], None], told: Any) -> float:
+        for done in range(self.segments):
+            paused(done + 1)
+        return 1.0
+
+
+@pytest.fixture
+def worlds() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(model: Any, waiting_max: int = 8) -> World:
+        made.append(World(model, waiting_max))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+def charges(world: World) -> dict[str, int]:
+    """Returns what each request is charged, filled while the engine works."""
+    charged: dict[str, int] = {}
+    shares = world.engine.queue._shares
+    charge = shares.charge
+
+    def noted(job: Any, tokens: int) -> None:
+        charged[job.request_id] = charged.get(job.request_id, 0) + tokens
+        charge(job, tokens)
+
+    shares.charge = noted  # type: ignore[method-assign]
+    return charged
+
+
+def test_tenants_take_turns_though_a_file_is_one_step(worlds: Callable[..., World]):
+    world = worlds(OneStep())
+    holds = threading.Event()
+    world.engine.call(lambda: waits(holds))
+    short = noise(3).tobytes()
+    for name in [*(f"A{number}" for number in range(6)), "B0"]:
+        world.submit(HEARD, name, samples=short, tenant=name[0], flow=f"{name[0]}/")
+    holds.set()
+    for name in world.ended:
+        assert world.end_of(name).done
+    assert list(world.updates) == ["A0", "B0", "A1", "A2", "A3", "A4", "A5"]
+    assert world.engine.pace.tokens_per_s > 0 and world.engine.pace.step_s is not None
+
+
+def test_a_file_whose_client_hangs_up_is_charged(worlds: Callable[..., World]):
+    model = OneStep()
+    world = worlds(model)
+    charged = charges(world)
+    model.at_step = lambda: world.engine.abort(("a",))
+    world.submit(HEARD, "a")
+    assert kind(world.end_of("a")) == "RequestAborted"
+    assert charged == {"a": HEARD.tokens}
+
+
+@pytest.mark.parametrize("segments", [1, 8, 20])
+def test_a_text_costs_its_length_whatever_its_segments(worlds: Callable[..., World], segments: int):
+    world = worlds(Lines(segments))
+    charged = charges(world)
+    text = "\n \n".join(["Hello there."] * 8)
+    request = replace(SAID, text=text)
+    assert world.engine.cost(request) == (request.tokens // 8, 8)
+    world.submit(request, "a")
+    assert world.end_of("a").done
+    assert request.tokens - 8 < charged["a"] <= request.tokens
+    assert world.engine.pace.tokens_per_s > 0
+
+
 def test_a_full_queue_refuses(ear: World):
     holds = threading.Event()
 
-    def hold() -> None:
-        assert holds.wait(20)
-
-    ear.engine.call(hold)
+    ear.engine.call(lambda: waits(holds))
     answers = [ear.submit(HEARD, f"w{number}", tenant=str(number), flow=str(number)) for number in range(6)]
     holds.set()
     kinds = [type(answer.result(20)).__name__ for answer in answers]
