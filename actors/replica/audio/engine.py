@@ -15,6 +15,14 @@ from ..jobs.queue import SerialJob
 from .listening import ListeningModel
 from .speaking import SpeakingModel
 
+UNMEASURED_S = 60.0
+"""Families that write down a whole file at once get no longer audio, in seconds, before a file of at least half its
+length has been written down."""
+
+FARTHER = 2
+"""How many times the longest audio so far a file may have. Twice the length is four times the size, and the memory of
+no larger one is predicted (`pace.FARTHEST`)."""
+
 
 @dataclass
 class SpeechCounters(JobCounters):
@@ -47,6 +55,7 @@ class SpeechEngine(JobEngine[SpeechRequest]):
     ) -> None:
         super().__init__(identity, waiting_max, memory_bytes, send, claim, given_bytes_max=given_bytes_max)
         self.model, self.counters = model, SpeechCounters()
+        self._longest_s = 0.0
         self.does = "speaks" if model.info.speaks else "writes down speech"
 
     @property
@@ -68,8 +77,17 @@ class SpeechEngine(JobEngine[SpeechRequest]):
         }
 
     def refusal(self, request: SpeechRequest) -> SatchelError | None:
-        refused = speech_refusal(self.info, request)
+        refused = speech_refusal(self.info, request) or self._too_long(request)
         return None if refused is None else InvalidRequest(refused[1], param=refused[0])
+
+    def _too_long(self, request: SpeechRequest) -> tuple[str, str] | None:
+        """Returns the refusal of a file that is much longer than what this model has written down, for nothing says
+        what memory it would take; None if it is not."""
+        most = max(UNMEASURED_S, FARTHER * self._longest_s)
+        if not isinstance(self.model, ListeningModel) or self.model.in_windows or request.seconds <= most:
+            return None
+        message = f"file: the audio has {request.seconds:g} s; at most {most:g} s are taken until this model has"
+        return "file", f"{message} written down at least half as much here: longer audio may not fit into memory"
 
     def cost(self, request: SpeechRequest) -> tuple[int, int]:
         if isinstance(self.model, ListeningModel):
@@ -80,7 +98,7 @@ class SpeechEngine(JobEngine[SpeechRequest]):
         return max(1, request.tokens // steps), steps
 
     def size(self, request: SpeechRequest) -> int:
-        return request.tokens
+        return self.model.size(request) if isinstance(self.model, ListeningModel) else request.tokens
 
     def given_bytes(self, request: SpeechRequest) -> int:
         return len(request.samples)
@@ -106,6 +124,7 @@ class SpeechEngine(JobEngine[SpeechRequest]):
             return SpeechUpdate(0, seconds=seconds, done=True)
         transcript = self.model.transcribe(request, self.paused, told)
         self.rest_done()
+        self._longest_s = max(self._longest_s, request.seconds)
         counters.transcripts += 1
         counters.transcribed_s += request.seconds
         return SpeechUpdate(0, transcript=transcript, done=True)

@@ -148,7 +148,7 @@ class OneStep(ListeningModel):
     """Writes a whole file down in one step, as families other than Whisper do."""
 
     def __init__(self) -> None:
-        self._is_whisper, self.info = False, SpeechInfo("fake", listens=True)
+        self.in_windows, self.info = False, SpeechInfo("fake", listens=True)
         self.at_step: Callable[[], None] = lambda: None
 
     def transcribe(self, request: SpeechRequest, paused: Callable[[int], None], told: Any) -> Transcript:
@@ -253,3 +253,34 @@ def test_audio_that_would_not_fit_into_memory_is_refused(ear: World):
     ear.engine.pace.note_job(50, 2**33)
     refusal: Any = ear.submit(HEARD, "a").result(20)
     assert refusal.param == "file" and "MiB of memory" in refusal.message
+
+
+def test_longer_audio_is_taken_once_half_as_much_was_written_down(worlds: Callable[..., World]):
+    world = worlds(OneStep())
+
+    def accepted(seconds: int) -> str:
+        name = f"of {seconds} s"
+        refusal = world.submit(HEARD, name, samples=bytes(64_000 * seconds)).result(20)
+        if refusal is None:
+            assert world.end_of(name).done
+            return ""
+        assert (refusal.status, refusal.param) == (400, "file")
+        return refusal.message
+
+    assert "at most 60 s are taken" in accepted(61)
+    assert not accepted(60)
+    assert "at most 120 s are taken" in accepted(121)
+    assert not accepted(120)
+    assert not accepted(200)
+
+
+def test_memory_is_predicted_by_what_it_grows_with(worlds: Callable[..., World], ear: World):
+    def predicted(engine: SpeechEngine, known_s: int, seconds: int) -> int:
+        size = {each: engine.size(replace(HEARD, samples=bytes(64_000 * each))) for each in (known_s, seconds)}
+        engine.pace.note_job(size[known_s], 2**20)
+        return engine.pace.job_bytes(size[seconds]) // 2**10
+
+    # Attention grows with the square of the length. Of windows there is one at a time.
+    assert predicted(worlds(OneStep()).engine, 30, 60) == 4 * 1024
+    assert 1.0 <= predicted(ear.engine, 30, 60) / 1024 < 1.2
+    assert 2.0 < predicted(ear.engine, 30, 600) / 1024 < 4.0
