@@ -32,6 +32,7 @@ from ....cluster.errors import (
 )
 from ...model_files.identity.model_identity import ModelIdentity
 from ..device.device_errors import DeviceFailed, on_device
+from ..scheduling.fairness import takes_too_much
 from .pace import JobPace
 from .queue import SerialJob, SerialQueue
 
@@ -260,14 +261,29 @@ class JobEngine(ABC, Generic[Asked]):
             return QueueFull(f"the queue is full ({self.queue.waiting_max} {self.jobs} wait)")
         if reason == "full_for_it":
             return QueueFull("the queue is full for this caller: the rest of it is reserved for others")
-        others = sum(map(self.given_bytes, self._asked.values()))
-        if others and (given := self.given_bytes(request)) and others + given > self.given_bytes_max:
-            return QueueFull(f"{self.brought} take {others >> 20} MiB already")
+        if (refused := self._no_room_for(request)) is not None:
+            return refused
         self._asked[request.request_id] = request
         deadline, (tokens, steps) = time.monotonic() + request.deadline_s, self.cost(request)
         job = SerialJob(request.request_id, tokens, steps, request.priority, deadline, request.tenant, request.flow)
         self.queue.add(job)
         self.counters.requests += 1
+        return None
+
+    def _no_room_for(self, request: Asked) -> QueueFull | None:
+        """Returns the refusal of a request that brings more than there is room for, or than its tenant and flow may
+        have here; None if there is room."""
+        given, held = self.given_bytes(request), [(each, self.given_bytes(each)) for each in self._asked.values()]
+        if not given or not (others := sum(nbytes for _, nbytes in held)):
+            return None
+        if others + given > self.given_bytes_max:
+            return QueueFull(f"{self.brought} take {others >> 20} MiB already")
+        own = [(each.flow, nbytes) for each, nbytes in held if each.tenant == request.tenant]
+        # One file may be a large part of the room, so what it leaves is looked at. A tenant may have one in any case.
+        of_flow = given + sum(nbytes for flow, nbytes in own if flow == request.flow)
+        of_tenant = given + sum(nbytes for _, nbytes in own)
+        if of_tenant > given and takes_too_much(of_flow, of_tenant, self.given_bytes_max - others - given):
+            return QueueFull(f"{self.brought} take {others >> 20} MiB already: the rest is reserved for other callers")
         return None
 
     def _over_memory(self, request: Asked) -> InvalidRequest | None:

@@ -284,3 +284,24 @@ def test_memory_is_predicted_by_what_it_grows_with(worlds: Callable[..., World],
     assert predicted(worlds(OneStep()).engine, 30, 60) == 4 * 1024
     assert 1.0 <= predicted(ear.engine, 30, 60) / 1024 < 1.2
     assert 2.0 < predicted(ear.engine, 30, 600) / 1024 < 4.0
+
+
+def test_no_caller_fills_the_room_of_files_that_wait(worlds: Callable[..., World]):
+    world = worlds(OneStep(), 100)
+    file = bytes(64_000 * 5)
+    world.engine.given_bytes_max = 10 * len(file)
+    holds = threading.Event()
+    world.engine.call(lambda: waits(holds))
+
+    def submitted(flow: str) -> list[Future[SatchelError | None]]:
+        return [
+            world.submit(HEARD, f"{flow}{number}", samples=file, tenant=flow[0], flow=flow, deadline_s=60.0)
+            for number in range(10)
+        ]
+
+    answers = {flow: submitted(flow) for flow in ("A/x", "A/y", "B/x")}
+    holds.set()
+    refusals = {flow: [answer.result(20) for answer in each] for flow, each in answers.items()}
+    assert {flow: sum(each is None for each in of) for flow, of in refusals.items()} == {"A/x": 7, "A/y": 2, "B/x": 1}
+    reasons = [each.message for each in refusals["A/x"] if each is not None]
+    assert len(reasons) == 3 and all("reserved for other callers" in each for each in reasons)
