@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,11 @@ _READ = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".npz
 _NEMO = "nemo.collections.asr"
 _PLACES = ("path", "dir", "folder", "repo", "file", "checkpoint", "ckpt", "tokenizer", "model")
 """A key with one of these words names a place on the disk, if its value is one."""
+
+_ADDRESS = re.compile(
+    r"\s*(?:[a-z][a-z0-9+.-]*:/|(?:https?|ftps?|file|data|hf|s3|gs|git):)/*[^\s/]", re.ASCII | re.IGNORECASE
+)
+"""A text that begins so is an address (`https://…`, `hf://…`, `file:…`), which a library may fetch."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,8 @@ def read_speech_weights(folder: Path) -> list[WeightFile]:
 
 
 def refuse_other_places(source: str, folder: Path) -> None:
-    """Refuses a model one of whose config files names a file or a folder that is there, and not in the model's folder.
+    """Refuses a model one of whose config files names an address, or a file or a folder that is there, and not in the
+    model's folder. Libraries fetch some addresses by other clients than the Hub's.
 
     Raises:
         ModelLoadError: with the file and the name.
@@ -116,7 +123,7 @@ def refuse_other_places(source: str, folder: Path) -> None:
         for key, value in _texts(read_json(path)):
             # By its parts alone: files in the Hub's cache are links to others.
             place = Path(os.path.normpath(root / value))
-            if not place.is_relative_to(root) and _is_place(key, value, place):
+            if _ADDRESS.match(value) or (not place.is_relative_to(root) and _is_place(key, value, place)):
                 name = path.relative_to(folder).as_posix()
                 raise ModelLoadError(f"{source} is not loaded: {name} names {value!r}, which is not in its folder")
 

@@ -21,7 +21,8 @@ class SpeechInfo:
     `listens` says whether it writes down speech, and `speaks` whether it makes audio; `rate` is the samples a second of
     that audio. It `translates` speech into English, states the times of `segments` and of `words`, and takes a
     `language`, a `prompt`, a `temperature`, a `speed` and `instructions`, if it says so. `voices` and `languages` are
-    those that may be named. Without `voices` it speaks with its own; without `languages` the model itself checks them.
+    those that may be named. Without `voices` it speaks with its own; without `languages` any code is handed to the
+    model, which may refuse or ignore it.
     """
 
     family: str = ""

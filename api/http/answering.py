@@ -17,12 +17,15 @@ from ..requests.agent_identity import NOBODY, Identity, identify
 from ..requests.backend import ListedModel, ServedModel
 from ..requests.callers import Caller
 from ..requests.fields.shared import AgentBody
+from ..requests.options import Options
 from ..requests.remembered import HEADER
 from ..requests.requests import ChatRequest, CompletionRequest
 from ..requests.requests import Request as Asked
 from .exchange import BodyReader, CancelOnDisconnect, header_text
 
 _PROBE_TIMEOUT_S = 10.0
+
+USUAL = Options()
 
 T = TypeVar("T")
 
@@ -149,14 +152,17 @@ class Answering:
         """As `served`, for the entry of a model that may not be loaded."""
         return await probe(self.generator.named(name, request.state.caller, any_model=self.takes_any(any_model=False)))
 
-    async def loaded(self, request: Request, name: str) -> ServedModel:
+    async def loaded(self, request: Request, name: str, options: Options = USUAL) -> ServedModel:
         """As `served`, but loads the model if it comes and goes.
+
+        Args:
+            options: of the request that needs it, whose deadline holds.
 
         Raises:
             ModelLoadError: it cannot be loaded.
             DeadlineExceeded: it is not loaded in time.
         """
-        work = Asked(model=name, caller=request.state.caller)
+        work = Asked(model=name, options=options, arrived=request.state.arrived, caller=request.state.caller)
         async with CancelOnDisconnect(request.receive), self.generator.deadline(work, "the model was not loaded"):
             return await self.generator.served(name, work.caller, any_model=self.takes_any(any_model=False))
 

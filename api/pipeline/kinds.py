@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...actors.protocol.replica_messages import ModelInfo
-from ...actors.protocol.speech_messages import SPEAK
+from ...actors.protocol.speech_messages import SPEAK, TRANSLATE, SpeechInfo
 from ...cluster.errors import InvalidRequest
 from ..requests.backend import ListedModel, ServedModel
 
@@ -67,9 +67,14 @@ def image_models(models: Iterable[ServedModel]) -> list[str]:
 
 
 def speech_models(models: Iterable[ServedModel], task: str) -> list[str]:
-    """Returns the names of the models that speak, or that write down speech."""
-    infos = (model.info for model in models)
-    return [info.name for info in infos if (info.speech.speaks if task == SPEAK else info.speech.listens)]
+    """Returns the names of the models that speak, that write down speech, or that translate it."""
+    return [model.info.name for model in models if _does(model.info.speech, task)]
+
+
+def _does(speech: SpeechInfo, task: str) -> bool:
+    if task == SPEAK:
+        return speech.speaks
+    return speech.listens and (task != TRANSLATE or speech.translates)
 
 
 def first_of_text(listed: Sequence[ListedModel], models: Iterable[ServedModel]) -> ListedModel:

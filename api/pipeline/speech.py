@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ...actors.model_files.source import found_here
+from ...actors.model_files.speech_folders import speech_folder
 from ...actors.protocol.speech_messages import (
     SPEAK,
     TOKENS_PER_S,
@@ -18,7 +20,7 @@ from ...actors.protocol.speech_messages import (
     Transcript,
     speech_refusal,
 )
-from ...cluster.errors import InvalidRequest
+from ...cluster.errors import InvalidRequest, ModelLoadError
 from ...cluster.telemetry.context import span
 from ..requests.backend import ServedModel
 from ..requests.callers import Caller
@@ -84,9 +86,29 @@ class SpeechMaker:
         self._generator = generator
 
     async def first(self, caller: Caller, task: str) -> str:
-        """Returns the first loaded model of speech for a task that the caller may use; "" if there is none."""
+        """Returns the first loaded model that does a task and that the caller may use; "" if there is none."""
         models = speech_models(await self._generator.backend.models(), task)
         return next((each for each in models if caller.may_use(each)), "")
+
+    async def is_of_speech(self, name: str, caller: Caller, *, any_model: bool) -> bool | None:
+        """Returns whether the model called `name` is one of speech; None if only loading it shows that. If it comes and
+        goes, its config says it, if its files are on this machine.
+
+        Raises:
+            ModelNotFound: there is no such model that the caller may use.
+        """
+        wanted = await self._generator.named(name, caller, any_model=any_model)
+        for model in await self._generator.backend.models():
+            if model.info.name == wanted.name:
+                return bool(model.info.speech.family)
+        if not wanted.comes_and_goes or not wanted.source:
+            return None
+        return await asyncio.to_thread(_source_is_of_speech, wanted.source)
+
+    async def loaded(self, request: SpeechAsked) -> ServedModel:
+        """Returns the model of a request, after loading it if need be. Raises as `make`."""
+        async with self._generator.deadline(request, "the model was not loaded"):
+            return await self._model(request)
 
     async def make(self, request: SpeechAsked, told: Told = lambda piece: None) -> MadeSpeech:
         """Returns a transcript, or speaks a text.
@@ -101,9 +123,7 @@ class SpeechMaker:
         """
         generator, caller = self._generator, request.caller
         async with generator.deadline(request, "the request was not done") as deadline:
-            name = request.model or await self.first(caller, request.task)
-            model = await generator.served(name, caller, any_model=request.any_model, loading=request.loading)
-            check_does_speech(model, request.task)
+            model = await self._model(request)
             priority, info = caller.priority(request.options.priority), model.info.speech
             samples = b""
             asked = _checked(request, model)
@@ -138,9 +158,25 @@ class SpeechMaker:
             tokens = asked.tokens, made
             return MadeSpeech(model, update.transcript, seconds, tokens, answer.replica, answer.node, answer.why)
 
+    async def _model(self, request: SpeechAsked) -> ServedModel:
+        generator, caller = self._generator, request.caller
+        name = request.model or await self.first(caller, request.task)
+        model = await generator.served(name, caller, any_model=request.any_model, loading=request.loading)
+        check_does_speech(model, request.task)
+        return model
+
     def stream(self, request: SpeechAsked) -> AsyncGenerator[SpeechPiece | MadeSpeech, None]:
         """Yields the pieces, and then what was made. Raises as `make`. Closing it ends the request."""
         return news_and_result(partial(self.make, request))
+
+
+def _source_is_of_speech(source: str) -> bool | None:
+    """Returns whether a model's config is that of a model of speech; None if it is not on this machine."""
+    try:
+        folder = found_here(source)
+    except ModelLoadError:
+        return None
+    return None if folder is None else speech_folder(folder) is not None
 
 
 def _checked(request: SpeechAsked, model: ServedModel) -> SpeechRequest:

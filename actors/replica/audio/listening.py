@@ -17,6 +17,7 @@ from ....cluster.errors import ModelLoadError
 from ...model_files.speech_folders import LISTENS
 from ...patches import evaluations_told
 from ...protocol.speech_messages import (
+    TOKENS_PER_S,
     TRANSCRIBE,
     TRANSLATE,
     SpeechInfo,
@@ -27,6 +28,7 @@ from ...protocol.speech_messages import (
     TranscriptWord,
 )
 from .loading import LOAD_ERRORS, family_package, load_speech_model, what_it_lacks
+from .texts import as_text
 from .whisper_windows import WhisperWindows
 
 RATE = 16_000
@@ -55,18 +57,19 @@ class ListeningModel:
 
     Attributes:
         info: what it takes.
+        in_windows: whether it writes down one window after the other, not a whole file at once.
     """
 
     def __init__(self, model: Any, family: str) -> None:
         self._model = model
         self._parameters = inspect.signature(model.generate).parameters
         self._prompt = next((name for name in _PROMPTS if name in self._parameters), "")
-        self._is_whisper = family == WHISPER
+        self.in_windows = family == WHISPER
         self.info = SpeechInfo(
             family,
             listens=True,
             rate=_rate(model),
-            translates=self._is_whisper and bool(model.is_multilingual),
+            translates=self.in_windows and bool(model.is_multilingual),
             words="word_timestamps" in self._parameters,
             language="language" in self._parameters,
             prompt=bool(self._prompt),
@@ -103,22 +106,32 @@ class ListeningModel:
         result = self._generate(request)
         # Some families have one segment without times.
         timed = any(each.end > each.start for each in transcript_of(result).segments)
-        segments = self._is_whisper or timed or getattr(result, "sentences", None) is not None
+        segments = self.in_windows or timed or getattr(result, "sentences", None) is not None
         self.info = replace(self.info, segments=segments)
         if self.info.words:
             transcript_of(self._generate(replace(request, words=True)))
 
     def _languages(self) -> list[str]:
         """Returns the codes of languages that a request may name; [] if they are not known."""
-        if not (self._is_whisper and self._model.is_multilingual):
+        if not self.in_windows:
             return []
+        if not self._model.is_multilingual:
+            return ["en"]
         tokenizer = self._model.get_tokenizer()
         known = tokenizer.hf_tokenizer.get_vocab()
         return [code for code in tokenizer.all_language_codes if f"<|{code}|>" in known]
 
+    def size(self, request: SpeechRequest) -> int:
+        """Returns what the memory of a transcript grows with at most. Whisper keeps the mel frames of the whole file,
+        and decodes one window after the other; other families' attention may look at the whole file."""
+        frames = max(1, round(request.seconds * TOKENS_PER_S))
+        if self.in_windows:
+            return min(frames, round(WINDOW_S * TOKENS_PER_S)) + frames // 10
+        return frames * frames
+
     def windows(self, request: SpeechRequest) -> int:
         """Returns in how many windows the audio is written down."""
-        return max(1, int(-(-request.seconds // WINDOW_S))) if self._is_whisper else 1
+        return max(1, int(-(-request.seconds // WINDOW_S))) if self.in_windows else 1
 
     def transcribe(self, request: SpeechRequest, paused: Paused, told: Told) -> Transcript:
         """Returns a transcript.
@@ -139,7 +152,7 @@ class ListeningModel:
             done += 1
             paused(done)
 
-        if not self._is_whisper:
+        if not self.in_windows:
             with evaluations_told(lambda: paused(done)).for_now():
                 transcript = transcript_of(self._generate(request))
             say(transcript.text)
@@ -156,8 +169,7 @@ class ListeningModel:
         if request.language:
             how["language"] = request.language
         if request.text:
-            # Tokenizers would read `<|…|>` in a caller's text as a control token.
-            how[self._prompt] = request.text.replace("<|", "< |")
+            how[self._prompt] = as_text(request.text)
         # 0 leaves it to the library: Whisper begins there, and goes up if the text is improbable.
         if request.temperature:
             how["temperature"] = request.temperature
@@ -169,7 +181,11 @@ class ListeningModel:
         if most is not None and isinstance(most.default, int):
             how["max_tokens"] = max(most.default, round(TOKENS_A_SECOND * request.seconds))
         mx.random.seed(request.seed)
-        return self._model.generate(mx.array(np.frombuffer(request.samples, "<f4")), **how)
+        samples = np.frombuffer(request.samples, "<f4")
+        if not self.in_windows and (short := round(TRIED_S * self.info.rate) - len(samples)) > 0:
+            # Some families fail at audio that is shorter than one of their frames. Whisper fills its window itself.
+            samples = np.pad(samples, (0, short))
+        return self._model.generate(mx.array(samples), **how)
 
 
 def transcript_of(result: Any) -> Transcript:

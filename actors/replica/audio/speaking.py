@@ -16,6 +16,7 @@ from ...model_files.speech_folders import SPEAKS
 from ...patches import evaluations_told
 from ...protocol.speech_messages import SPEAK, SpeechInfo, SpeechPiece, SpeechRequest
 from .loading import LOAD_ERRORS, family_package, load_speech_model, what_it_lacks
+from .texts import as_text
 
 TRIED = "Hello."
 TRIED_TOKENS = 32
@@ -100,7 +101,7 @@ class SpeakingModel:
         if request.speed != 1.0:
             how["speed"] = request.speed
         if request.instructions:
-            how[self._instructions] = request.instructions
+            how[self._instructions] = as_text(request.instructions)
         if "verbose" in self._parameters:
             how["verbose"] = False
         if "seed" in self._parameters:
@@ -108,7 +109,7 @@ class SpeakingModel:
         mx.random.seed(request.seed)
         # Some families draw from it.
         np.random.seed(request.seed % 2**32)
-        made = self._model.generate(request.text, **how)
+        made = self._model.generate(as_text(request.text), **how)
         for result in [made] if hasattr(made, "audio") else made:
             yield pcm16(result.audio), int(result.sample_rate)
 

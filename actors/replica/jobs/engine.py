@@ -32,6 +32,7 @@ from ....cluster.errors import (
 )
 from ...model_files.identity.model_identity import ModelIdentity
 from ..device.device_errors import DeviceFailed, on_device
+from ..scheduling.fairness import takes_too_much
 from .pace import JobPace
 from .queue import SerialJob, SerialQueue
 
@@ -129,6 +130,8 @@ class JobEngine(ABC, Generic[Asked]):
         self._stopped = threading.Event()
         self._idle_since = time.monotonic()
         self._began, self._steps = 0.0, 0
+        self._uncharged = False
+        """Whether a job is computed, and none of its steps has been charged yet."""
 
     # What a kind of job is.
 
@@ -258,14 +261,29 @@ class JobEngine(ABC, Generic[Asked]):
             return QueueFull(f"the queue is full ({self.queue.waiting_max} {self.jobs} wait)")
         if reason == "full_for_it":
             return QueueFull("the queue is full for this caller: the rest of it is reserved for others")
-        others = sum(map(self.given_bytes, self._asked.values()))
-        if others and (given := self.given_bytes(request)) and others + given > self.given_bytes_max:
-            return QueueFull(f"{self.brought} take {others >> 20} MiB already")
+        if (refused := self._no_room_for(request)) is not None:
+            return refused
         self._asked[request.request_id] = request
         deadline, (tokens, steps) = time.monotonic() + request.deadline_s, self.cost(request)
         job = SerialJob(request.request_id, tokens, steps, request.priority, deadline, request.tenant, request.flow)
         self.queue.add(job)
         self.counters.requests += 1
+        return None
+
+    def _no_room_for(self, request: Asked) -> QueueFull | None:
+        """Returns the refusal of a request that brings more than there is room for, or than its tenant and flow may
+        have here; None if there is room."""
+        given, held = self.given_bytes(request), [(each, self.given_bytes(each)) for each in self._asked.values()]
+        if not given or not (others := sum(nbytes for _, nbytes in held)):
+            return None
+        if others + given > self.given_bytes_max:
+            return QueueFull(f"{self.brought} take {others >> 20} MiB already")
+        own = [(each.flow, nbytes) for each, nbytes in held if each.tenant == request.tenant]
+        # One file may be a large part of the room, so what it leaves is looked at. A tenant may have one in any case.
+        of_flow = given + sum(nbytes for flow, nbytes in own if flow == request.flow)
+        of_tenant = given + sum(nbytes for _, nbytes in own)
+        if of_tenant > given and takes_too_much(of_flow, of_tenant, self.given_bytes_max - others - given):
+            return QueueFull(f"{self.brought} take {others >> 20} MiB already: the rest is reserved for other callers")
         return None
 
     def _over_memory(self, request: Asked) -> InvalidRequest | None:
@@ -283,10 +301,10 @@ class JobEngine(ABC, Generic[Asked]):
             self._claim(self.needed_bytes)
             self._compute(job, request)
         finally:
-            self._predicted = 0
+            self._predicted, self._uncharged = 0, False
 
     def _compute(self, job: SerialJob, request: Asked) -> None:
-        self._steps, self._began = 0, time.perf_counter()
+        self._steps, self._began, self._uncharged = 0, time.perf_counter(), True
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         try:
@@ -321,17 +339,30 @@ class JobEngine(ABC, Generic[Asked]):
         now = time.perf_counter()
         if job is not None and steps > self._steps:
             self.note_steps(job, steps - self._steps, now - self._began)
-            self._steps, self._began = steps, now
-            self.queue.step()
+            new, self._steps, self._began = steps - self._steps, steps, now
+            self._charge(new)
             self.tell(job.request_id)
         self._take_commands()
         self._end_expired()
         if job is None or self.queue.current is not job:
             raise JobEnded
 
+    def rest_done(self) -> None:
+        """Notes that the current job is done, with the steps of which `paused` was not told."""
+        job = self.queue.current
+        if job is not None and job.steps:
+            self.note_steps(job, job.steps, time.perf_counter() - self._began)
+            self._charge(job.steps)
+
     def note_steps(self, job: SerialJob, new: int, seconds: float) -> None:
         """Notes new steps of the current job, which took so long together."""
         self.pace.note_step(job.tokens * new, seconds)
+
+    def _charge(self, steps: int) -> None:
+        """Charges steps of the current job."""
+        self._uncharged = False
+        for _ in range(steps):
+            self.queue.step()
 
     def _end_expired(self) -> None:
         for request_id in self.queue.expired(time.monotonic()):
@@ -340,6 +371,10 @@ class JobEngine(ABC, Generic[Asked]):
     def _end(self, request_id: str, error: SatchelError) -> None:
         """Ends a request with an error; unknown ones are ignored."""
         if request_id in self.queue:
+            current = self.queue.current
+            if self._uncharged and current is not None and current.request_id == request_id:
+                # It ends within its first step, which has been computed in part.
+                self._charge(1)
             self._forget(request_id)
             self._send(request_id, self.failed(error))
 

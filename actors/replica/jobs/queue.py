@@ -70,10 +70,11 @@ class SerialQueue(JobQueue[SerialJob]):
         return self.current
 
     def step(self) -> None:
-        """Notes that a step of the current one is computed."""
+        """Notes that a step of the current one is computed. Steps beyond those that it was to have cost nothing."""
         assert self.current is not None
-        self._shares.charge(self.current, self.current.tokens)
-        self.current.steps = max(0, self.current.steps - 1)
+        if self.current.steps > 0:
+            self._shares.charge(self.current, self.current.tokens)
+            self.current.steps -= 1
 
     def remove(self, request_id: str) -> SerialJob | None:
         """Removes a request in any state, and returns it; None for an unknown one."""

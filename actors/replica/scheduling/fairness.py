@@ -137,7 +137,13 @@ def queues_too_many(tenant: str, flow: str, waiting: Iterable[Sharer], room: int
     """Whether the tenant or its flow has so many sequences waiting that the queue's free `room` is reserved for
     others."""
     own = [sequence.flow for sequence in waiting if sequence.tenant == tenant]
-    return own.count(flow) >= FLOW_TIMES * room or len(own) >= TENANT_TIMES * room
+    return takes_too_much(own.count(flow), len(own), room)
+
+
+def takes_too_much(of_flow: int, of_tenant: int, room: int) -> bool:
+    """Whether a flow or its tenant has so much of something, that the free `room` is reserved for others. All are in
+    one unit, such as sequences or bytes."""
+    return of_flow >= FLOW_TIMES * room or of_tenant >= TENANT_TIMES * room
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ...http.forms import Form
 from ...media.sources import AudioSource
 from ...pipeline.speech import SEEDS, SpeechAsked
 from ...requests.history import Message
-from ...requests.options import WHOLE, Priority, Temperature, TimeoutS, invalid, make_options
+from ...requests.options import WHOLE, Options, Priority, Temperature, TimeoutS, invalid, make_options
 from ...requests.request_body import RequestBody
 from ...requests.requests import ChatRequest
 
@@ -76,9 +76,17 @@ class SpeechForm(BaseModel):
         """Whether the answer has the times of words."""
         return "word" in (self.timestamp_granularities or ())
 
-    def chat(self, file: bytes, *, translates: bool) -> ChatRequest:
+    @property
+    def options(self) -> Options:
+        """Those of every request."""
+        return make_options(priority=self.priority, timeout_s=self.timeout_s)
+
+    def chat(self, file: list[bytes], *, translates: bool) -> ChatRequest:
         """Returns the request to a model that takes audio in chats: a conversation of one message, with the audio and
-        what is to be done.
+        what is to be done. Encodes the whole file: call it in a worker thread.
+
+        Args:
+            file: the audio file, in a list that is emptied.
 
         Raises:
             InvalidRequest: such models cannot give what is asked for.
@@ -96,7 +104,7 @@ class SpeechForm(BaseModel):
             words += f" The language that is spoken has the code {self.language}."
         if self.prompt:
             words += f" This came before, or shows words that may occur: {self.prompt}"
-        url = f"data:;base64,{base64.b64encode(file).decode()}"
+        url = f"data:;base64,{base64.b64encode(file.pop()).decode()}"
         content: list[Any] = [AudioSource(FILE, url, url_where=FILE), {"type": "text", "text": words}]
         message: Message = {"role": "user", "content": content}
         options = {"temperature": self.temperature or 0.0, "seed": self.seed}
@@ -107,8 +115,11 @@ class SpeechForm(BaseModel):
             template_kwargs={"enable_thinking": False},
         )
 
-    def speech(self, file: bytes, *, translates: bool) -> SpeechAsked:
+    def speech(self, file: list[bytes], *, translates: bool) -> SpeechAsked:
         """Returns the request to a model that writes down speech.
+
+        Args:
+            file: as in `SpeechAsked`.
 
         Raises:
             InvalidRequest: fields contradict each other.
@@ -121,19 +132,19 @@ class SpeechForm(BaseModel):
         return SpeechAsked(
             model=self.model or "",
             task=TRANSLATE if translates else TRANSCRIBE,
-            file=[file],
+            file=file,
             text=self.prompt or "",
             language=self.language or "",
             temperature=self.temperature,
             timed=self.timed,
             words=self.words,
             seed=self.seed,
-            options=make_options(priority=self.priority, timeout_s=self.timeout_s),
+            options=self.options,
         )
 
 
-def read_speech_form(form: Form, *, translates: bool) -> tuple[SpeechForm, bytes]:
-    """Returns the fields of a form, and its file.
+def read_speech_form(form: Form, *, translates: bool) -> tuple[SpeechForm, list[bytes]]:
+    """Returns the fields of a form, and its file, in a list.
 
     Raises:
         InvalidRequest: a field is wrong or not supported, or there is not exactly one file; `param` is the field.
@@ -150,7 +161,7 @@ def read_speech_form(form: Form, *, translates: bool) -> tuple[SpeechForm, bytes
     if wanted:
         fields[GRANULARITIES] = wanted
     try:
-        return SpeechForm.model_validate(fields), files[0]
+        return SpeechForm.model_validate(fields), files
     except ValidationError as error:
         raise invalid(error) from None
 

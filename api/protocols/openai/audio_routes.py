@@ -3,18 +3,21 @@ down too."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from ....actors.protocol.speech_messages import SPEAK, TRANSCRIBE, TRANSLATE
+from ....actors.protocol.speech_messages import TRANSCRIBE, TRANSLATE
 from ...http.adding import BYTES, EVENTS, JSON, TEXT, add_route
 from ...http.answering import Answering
 from ...http.byte_stream import ByteStream
 from ...http.event_stream import EventStream, ResultStream
 from ...http.exchange import CancelOnDisconnect
 from ...http.forms import FORM, parse_form
-from ...pipeline.kinds import check_does_speech
-from ...pipeline.speech import SpeechMaker
+from ...pipeline.speech import SpeechAsked, SpeechMaker
 from ...requests.requests import ChatRequest
 from .answers import failed_event
 from .audio_answers import TranscriptEvents, transcript_body
@@ -56,13 +59,12 @@ class AudioRoutes:
         """Speaks a text."""
         body = await self._answering.bodies.read(request, SpeakBody)
         work = self._answering.complete(request, body.request(), any_model=False)
-        kind, name = body.response_format or "wav", work.model or await self._maker.first(work.caller, SPEAK)
-        # The rate is that of the model, which may have to be loaded first.
-        model = await self._answering.loaded(request, name)
-        check_does_speech(model, SPEAK)
-        rate = model.info.speech.rate
+        kind = body.response_format or "wav"
         if body.stream_format == "sse":
-            return ResultStream(speech_events(self._maker.stream(work), kind, rate), failed_event)
+            return ResultStream(self._spoken_events(work, kind), failed_event)
+        # The headers and the file say the rate, which is that of the model.
+        async with CancelOnDisconnect(request.receive):
+            rate = (await self._maker.loaded(work)).info.speech.rate
         if body.stream_format == "audio":
             return ByteStream(file_pieces(self._maker.stream(work), kind, rate), media_type(kind, rate))
         pieces: list[bytes] = []
@@ -71,25 +73,39 @@ class AudioRoutes:
         headers = self._answering.placed(work, [made])
         return Response(audio_file(b"".join(pieces), kind, rate), headers=headers, media_type=media_type(kind, rate))
 
+    async def _spoken_events(self, work: SpeechAsked, kind: str) -> AsyncGenerator[bytes, None]:
+        # A client hears that the server is busy while the model is loaded.
+        model = await self._maker.loaded(work)
+        async with aclosing(speech_events(self._maker.stream(work), kind, model.info.speech.rate)) as events:
+            async for event in events:
+                yield event
+
     async def _written_down(self, request: Request, *, translates: bool) -> Response:
-        def read(data: bytearray) -> tuple[SpeechForm, bytes]:
+        def read(data: bytearray) -> tuple[SpeechForm, list[bytes]]:
             return read_speech_form(parse_form(request.headers.get("content-type", ""), data), translates=translates)
 
+        # The file is in its list alone, so that it is gone once that is emptied.
         body, file = await self._answering.bodies.read_with(request, read)
-        if await self._listens(request, body):
+        if await self._listens(request, body, TRANSLATE if translates else TRANSCRIBE):
             return await self._by_speech(request, body, file, translates=translates)
-        work = self._answering.complete(request, body.chat(file, translates=translates), any_model=False)
+        chat = await asyncio.to_thread(body.chat, file, translates=translates)
+        work = self._answering.complete(request, chat, any_model=False)
         if body.stream:
             return EventStream(self._answering, work, TranscriptEvents, failed_event)
         return await self._by_chat(request, body, work)
 
-    async def _listens(self, request: Request, body: SpeechForm) -> bool:
-        """Returns whether a model of speech answers; without a name that is the first one which is loaded."""
-        if body.model:
-            return bool((await self._answering.loaded(request, body.model)).info.speech.family)
-        return bool(await self._maker.first(request.state.caller, TRANSCRIBE))
+    async def _listens(self, request: Request, body: SpeechForm, task: str) -> bool:
+        """Returns whether a model of speech answers; without a name that is the first one which is loaded and does the
+        task. A model that is not here yet is loaded only if nothing else says what it is: then the stream begins."""
+        caller = request.state.caller
+        if not body.model:
+            return bool(await self._maker.first(caller, task))
+        any_model = self._answering.takes_any(any_model=False)
+        if (known := await self._maker.is_of_speech(body.model, caller, any_model=any_model)) is not None:
+            return known
+        return bool((await self._answering.loaded(request, body.model, body.options)).info.speech.family)
 
-    async def _by_speech(self, request: Request, body: SpeechForm, file: bytes, *, translates: bool) -> Response:
+    async def _by_speech(self, request: Request, body: SpeechForm, file: list[bytes], *, translates: bool) -> Response:
         work = self._answering.complete(request, body.speech(file, translates=translates), any_model=False)
         if body.stream:
             return ResultStream(transcript_events(self._maker.stream(work)), failed_event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import struct
@@ -125,9 +126,15 @@ async def speech_events(
                 usage = {"input_tokens": given, "output_tokens": made, "total_tokens": given + made}
                 yield _event({"type": "speech.audio.done", "usage": usage})
                 continue
-            data = wav_header(rate, None) + each.audio if first and kind == "wav" else each.audio
+            # A piece may have many megabytes.
+            yield await asyncio.to_thread(_audio_event, each.audio, rate if first and kind == "wav" else None)
             first = False
-            yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode("ascii")})
+
+
+def _audio_event(audio: bytes, rate: int | None) -> bytes:
+    """Returns an event with audio, with the header of a WAV before it if a rate is given."""
+    data = audio if rate is None else wav_header(rate, None) + audio
+    return _event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode("ascii")})
 
 
 async def file_pieces(

@@ -64,3 +64,19 @@ def test_only_what_is_there_is_a_place(tmp_path: Path):
     (folder / "config.json").write_text(json.dumps({"voices_path": str(outside)}))
     with pytest.raises(ModelLoadError, match="which is not in its folder"):
         refuse_other_places("m", folder)
+
+
+ADDRESSES = ("http://127.0.0.1/x", "HTTPS://a.b/c", " hf://a/b", "file:/etc/passwd", "file:x", "s3://a", "data:,x")
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_an_address_is_refused_whatever_its_key(tmp_path: Path, address: str):
+    (tmp_path / "config.json").write_text(json.dumps({"flow_lm": {"lookup": ["a", {"anything": address}]}}))
+    with pytest.raises(ModelLoadError, match=r"config\.json names .*, which is not in its folder"):
+        refuse_other_places("m", tmp_path)
+
+
+def test_texts_with_colons_are_no_addresses(tmp_path: Path):
+    fine = ["https://", "see https://a.b", "a:b", "data: x", "{% if x: %}", ":", "//", "file", "ratio 1:2", "<|hf:|>"]
+    (tmp_path / "config.json").write_text(json.dumps({"texts": fine}))
+    refuse_other_places("m", tmp_path)

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from satchel.actors.model_files.identity.model_identity import ModelIdentity
-from satchel.actors.protocol.speech_messages import SPEAK, TRANSCRIBE, SpeechRequest, SpeechUpdate
+from satchel.actors.protocol.speech_messages import (
+    SPEAK,
+    TRANSCRIBE,
+    SpeechInfo,
+    SpeechRequest,
+    SpeechUpdate,
+    Transcript,
+)
 from satchel.actors.replica.audio.engine import SpeechEngine
 from satchel.actors.replica.audio.listening import ListeningModel
 from satchel.actors.replica.audio.speaking import SpeakingModel
@@ -133,13 +140,103 @@ def test_an_error_ends_that_request_alone(ear: World, monkeypatch: pytest.Monkey
     assert ear.end_of("b").done
 
 
+def waits(event: threading.Event) -> None:
+    assert event.wait(20)
+
+
+class OneStep(ListeningModel):
+    """Writes a whole file down in one step, as families other than Whisper do."""
+
+    def __init__(self) -> None:
+        self.in_windows, self.info = False, SpeechInfo("fake", listens=True)
+        self.at_step: Callable[[], None] = lambda: None
+
+    def transcribe(self, request: SpeechRequest, paused: Callable[[int], None], told: Any) -> Transcript:
+        self.at_step()
+        paused(0)
+        return Transcript("Hello")
+
+
+class Lines(SpeakingModel):
+    """Speaks a text in some number of segments."""
+
+    def __init__(self, segments: int) -> None:
+        self.info, self.segments = SpeechInfo("fake", speaks=True), segments
+
+    def speak(self, request: SpeechRequest, paused: Callable[[int], None], told: Any) -> float:
+        for done in range(self.segments):
+            paused(done + 1)
+        return 1.0
+
+
+@pytest.fixture
+def worlds() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(model: Any, waiting_max: int = 8) -> World:
+        made.append(World(model, waiting_max))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+def charges(world: World) -> dict[str, int]:
+    """Returns what each request is charged, filled while the engine works."""
+    charged: dict[str, int] = {}
+    shares = world.engine.queue._shares
+    charge = shares.charge
+
+    def noted(job: Any, tokens: int) -> None:
+        charged[job.request_id] = charged.get(job.request_id, 0) + tokens
+        charge(job, tokens)
+
+    shares.charge = noted  # type: ignore[method-assign]
+    return charged
+
+
+def test_tenants_take_turns_though_a_file_is_one_step(worlds: Callable[..., World]):
+    world = worlds(OneStep())
+    holds = threading.Event()
+    world.engine.call(lambda: waits(holds))
+    short = noise(3).tobytes()
+    for name in [*(f"A{number}" for number in range(6)), "B0"]:
+        world.submit(HEARD, name, samples=short, tenant=name[0], flow=f"{name[0]}/")
+    holds.set()
+    for name in world.ended:
+        assert world.end_of(name).done
+    assert list(world.updates) == ["A0", "B0", "A1", "A2", "A3", "A4", "A5"]
+    assert world.engine.pace.tokens_per_s > 0 and world.engine.pace.step_s is not None
+
+
+def test_a_file_whose_client_hangs_up_is_charged(worlds: Callable[..., World]):
+    model = OneStep()
+    world = worlds(model)
+    charged = charges(world)
+    model.at_step = lambda: world.engine.abort(("a",))
+    world.submit(HEARD, "a")
+    assert kind(world.end_of("a")) == "RequestAborted"
+    assert charged == {"a": HEARD.tokens}
+
+
+@pytest.mark.parametrize("segments", [1, 8, 20])
+def test_a_text_costs_its_length_whatever_its_segments(worlds: Callable[..., World], segments: int):
+    world = worlds(Lines(segments))
+    charged = charges(world)
+    text = "\n \n".join(["Hello there."] * 8)
+    request = replace(SAID, text=text)
+    assert world.engine.cost(request) == (request.tokens // 8, 8)
+    world.submit(request, "a")
+    assert world.end_of("a").done
+    assert request.tokens - 8 < charged["a"] <= request.tokens
+    assert world.engine.pace.tokens_per_s > 0
+
+
 def test_a_full_queue_refuses(ear: World):
     holds = threading.Event()
 
-    def hold() -> None:
-        assert holds.wait(20)
-
-    ear.engine.call(hold)
+    ear.engine.call(lambda: waits(holds))
     answers = [ear.submit(HEARD, f"w{number}", tenant=str(number), flow=str(number)) for number in range(6)]
     holds.set()
     kinds = [type(answer.result(20)).__name__ for answer in answers]
@@ -156,3 +253,55 @@ def test_audio_that_would_not_fit_into_memory_is_refused(ear: World):
     ear.engine.pace.note_job(50, 2**33)
     refusal: Any = ear.submit(HEARD, "a").result(20)
     assert refusal.param == "file" and "MiB of memory" in refusal.message
+
+
+def test_longer_audio_is_taken_once_half_as_much_was_written_down(worlds: Callable[..., World]):
+    world = worlds(OneStep())
+
+    def accepted(seconds: int) -> str:
+        name = f"of {seconds} s"
+        refusal = world.submit(HEARD, name, samples=bytes(64_000 * seconds)).result(20)
+        if refusal is None:
+            assert world.end_of(name).done
+            return ""
+        assert (refusal.status, refusal.param) == (400, "file")
+        return refusal.message
+
+    assert "at most 60 s are taken" in accepted(61)
+    assert not accepted(60)
+    assert "at most 120 s are taken" in accepted(121)
+    assert not accepted(120)
+    assert not accepted(200)
+
+
+def test_memory_is_predicted_by_what_it_grows_with(worlds: Callable[..., World], ear: World):
+    def predicted(engine: SpeechEngine, known_s: int, seconds: int) -> int:
+        size = {each: engine.size(replace(HEARD, samples=bytes(64_000 * each))) for each in (known_s, seconds)}
+        engine.pace.note_job(size[known_s], 2**20)
+        return engine.pace.job_bytes(size[seconds]) // 2**10
+
+    # Attention grows with the square of the length. Of windows there is one at a time.
+    assert predicted(worlds(OneStep()).engine, 30, 60) == 4 * 1024
+    assert 1.0 <= predicted(ear.engine, 30, 60) / 1024 < 1.2
+    assert 2.0 < predicted(ear.engine, 30, 600) / 1024 < 4.0
+
+
+def test_no_caller_fills_the_room_of_files_that_wait(worlds: Callable[..., World]):
+    world = worlds(OneStep(), 100)
+    file = bytes(64_000 * 5)
+    world.engine.given_bytes_max = 10 * len(file)
+    holds = threading.Event()
+    world.engine.call(lambda: waits(holds))
+
+    def submitted(flow: str) -> list[Future[SatchelError | None]]:
+        return [
+            world.submit(HEARD, f"{flow}{number}", samples=file, tenant=flow[0], flow=flow, deadline_s=60.0)
+            for number in range(10)
+        ]
+
+    answers = {flow: submitted(flow) for flow in ("A/x", "A/y", "B/x")}
+    holds.set()
+    refusals = {flow: [answer.result(20) for answer in each] for flow, each in answers.items()}
+    assert {flow: sum(each is None for each in of) for flow, of in refusals.items()} == {"A/x": 7, "A/y": 2, "B/x": 1}
+    reasons = [each.message for each in refusals["A/x"] if each is not None]
+    assert len(reasons) == 3 and all("reserved for other callers" in each for each in reasons)

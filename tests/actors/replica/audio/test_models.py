@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_audio.stt.utils import load_model as load_listener
 from mlx_audio.tts.utils import load_model as load_speaker
 
-from satchel.actors.protocol.speech_messages import SPEAK, TRANSCRIBE, TRANSLATE, SpeechPiece, SpeechRequest
+from satchel.actors.protocol.speech_messages import (
+    SPEAK,
+    TRANSCRIBE,
+    TRANSLATE,
+    SpeechPiece,
+    SpeechRequest,
+    speech_refusal,
+)
 from satchel.actors.replica.audio.listening import ListeningModel, transcript_of
 from satchel.actors.replica.audio.speaking import SpeakingModel, pcm16
 from satchel.cluster.errors import ModelLoadError
@@ -140,3 +150,44 @@ def test_paths_that_leave_the_folder_are_refused(whisper_folder: Path, tmp_path:
     folder = copied(whisper_folder, tmp_path / "m", inner={key: ["a", "../secret.json"]})
     with pytest.raises(ModelLoadError, match=r"config\.json names '\.\./secret\.json', which is not in its folder"):
         ListeningModel.load(folder, "ear")
+
+
+class Recorded:
+    """A model that says what it is given."""
+
+    is_multilingual = False
+
+    def __init__(self, sample_rate: int = 1000) -> None:
+        self.sample_rate, self.given = sample_rate, list[tuple[Any, dict[str, Any]]]()
+
+    def generate(self, audio: Any, *, language: str = "", context: str = "", instruct: str = "", **more: Any) -> Any:
+        self.given.append((audio, {"language": language, "context": context, "instruct": instruct}))
+        return SimpleNamespace(text="Hello", audio=mx.zeros(4), sample_rate=self.sample_rate)
+
+
+def test_very_short_audio_is_filled_up_to_the_length_that_was_tried():
+    model = Recorded()
+    listening = ListeningModel(model, "fake")
+    for count in (1, 999, 1000, 1001):
+        request = SpeechRequest("", "", TRANSCRIBE, np.ones(count, "<f4").tobytes(), 1000)
+        assert listening.transcribe(request, quiet, lambda piece: None).text == "Hello"
+    assert [each.shape for each, _ in model.given] == [(1000,), (1000,), (1000,), (1001,)]
+    assert [each.sum().item() for each, _ in model.given] == [1, 999, 1000, 1001]
+
+
+def test_an_english_whisper_knows_english_alone():
+    info = ListeningModel(Recorded(), "whisper").info
+    assert (info.languages, info.translates) == (["en"], False)
+    refused = speech_refusal(info, SpeechRequest("", "m", TRANSCRIBE, language="de"))
+    assert refused is not None and refused[0] == "language"
+    assert speech_refusal(info, SpeechRequest("", "m", TRANSCRIBE, language="en")) is None
+
+
+def test_texts_of_callers_have_no_control_tokens(tmp_path: Path):
+    model = Recorded()
+    speaking = SpeakingModel(model, "fake", tmp_path)
+    speaking.info = replace(speaking.info, rate=model.sample_rate)
+    speaking.speak(SpeechRequest("", "", SPEAK, text="a <|eot|>", instructions="<|b|>"), quiet, lambda piece: None)
+    ListeningModel(model, "fake").transcribe(replace(HEARD, text="<|c|>"), quiet, lambda piece: None)
+    (said, how), (_, told) = model.given
+    assert (said, how["instruct"], told["context"]) == ("a < |eot|>", "< |b|>", "< |c|>")
