@@ -295,11 +295,11 @@ _TRIED = MappingProxyType(
 
 def _announce(deployment: RunningDeployment, config: Config, progress: ProgressDisplay) -> None:
     url, trusting = for_clients(deployment.url, config.endpoint)
-    progress.say(f"\nReady: {url}/v1", f"Models: {', '.join(deployment.models)}", "Try it:")
     kinds = {model.name: _kind(model.source) for model in config.models}
     first = next((name for name, kind in kinds.items() if not kind), deployment.models[0])
     route, rest = _TRIED[kinds.get(first, "")]
-    progress.say(*[line.format(curl=f"curl {trusting}{url}/v1/{route}", name=first) for line in rest])
+    tried = [line.format(curl=f"curl {trusting}{url}/v1/{route}", name=first) for line in rest]
+    progress.say(f"\nReady: {url}/v1", f"Models: {', '.join(deployment.models)}", "Try it:", *tried)
     # The log of a background server leaves this out.
     if sys.stdout.isatty():
         progress.say("Ctrl-C stops.")

@@ -56,7 +56,7 @@ def serving(home: Path, *arguments: str, ready_s: float = 240.0) -> Iterator[sub
     )
     try:
         ends = time.monotonic() + ready_s
-        while "Ready" not in (home / "output").read_text():
+        while not _is_ready((home / "output").read_text()):
             assert process.poll() is None and time.monotonic() < ends, (home / "output").read_text()
             time.sleep(0.1)
         take_findings(home)
@@ -66,6 +66,12 @@ def serving(home: Path, *arguments: str, ready_s: float = 240.0) -> Iterator[sub
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             process.wait(timeout=30)
+
+
+def _is_ready(said: str) -> bool:
+    """Whether a server has said how it is tried, the last that it says, to the end."""
+    tried = said.partition("Try it:\n")[2]
+    return tried.endswith("\n") and not tried.endswith("\\\n")
 
 
 @contextmanager
