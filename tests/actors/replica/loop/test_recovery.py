@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from satchel.cluster.errors import Unavailable
 from tests.worlds.replica.bench import Bench, load_tiny
 from tests.worlds.replica.bench_disk import Node, write_down
 from tests.worlds.replica.device_faults import Fault, lost
-from tests.worlds.replica.failed_tasks import forget_failed_tasks, running_tasks
 
 AGENT = "default/a"
 LONG, SHORT, LATE = list(range(5, 305)), list(range(300, 330)), list(range(100, 160))
@@ -217,23 +215,6 @@ def test_what_is_read_by_numpy_was_waited_for():
     mx.async_eval(lost(mx.zeros((4,)) + (slow @ slow @ slow)[0, :4] * 0))
     with pytest.raises(RuntimeError):
         as_numpy(mx.arange(8) + 1)
-
-
-def test_tasks_that_failed_are_not_counted_for_ever():
-    """Of these tests, not of Satchel. If MLX counts right, `failed_tasks.py` can go."""
-    for number in range(500):
-        # Every tenth operation of a thread begins a task.
-        made = lost(mx.zeros((4,)))
-        for _ in range(number % 10):
-            made = made * 1.5 + 1
-        with suppress(RuntimeError):
-            mx.eval(made)
-        if running_tasks() > 1:
-            break
-    else:
-        pytest.fail("MLX does not count them any more")
-    forget_failed_tasks()
-    assert running_tasks() == 0
 
 
 def test_requests_that_fail_again_and_again_end_one_by_one(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
