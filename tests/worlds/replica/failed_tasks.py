@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -35,7 +36,9 @@ def forget_failed_tasks() -> None:
     """Sets the count to zero, if tasks are counted and none runs."""
     if not (counted := running_tasks()):
         return
-    mx.synchronize()
+    with suppress(RuntimeError):
+        # Raises the error of a task that nobody waited for.
+        mx.synchronize()
     time.sleep(STILL_S)
     if running_tasks() == counted:
         _count().value = 0
