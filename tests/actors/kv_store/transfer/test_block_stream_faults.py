@@ -27,7 +27,7 @@ from tests.worlds.kv_store.kv_files import MODEL, Filling, NoSync, chain, evict,
 
 from .test_block_stream import large
 
-SMALL = PullLimits(batch_entries=2, install_entries_max=2, backoff_s=0.02, stall_s=0.5)
+SMALL = PullLimits(batch_entries=2, install_entries_max=2, backoff_s=0.02, stall_s=3.0)
 """Many small batches, so that there is a middle to break in."""
 
 
