@@ -6,7 +6,6 @@ A request is encoded in a worker thread, and goes to the backend as token ids. I
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from ..requests.requests import Request
 from ..text.model import TextModel
 from ..text.pairs import pair_form
 from .generation import Generator
+from .sending import sent_fields
 from .spans import EMBEDDINGS, note_model, note_usage
 from .vectors import EmbeddingRequest, RankingRequest, TokenTexts, embedding_texts, ranking_texts
 
@@ -126,16 +126,12 @@ class Embedder:
             admitted = caller.admit(1, texts.count)
             try:
                 pooling = PoolingRequest(
-                    # Callers choose request ids and may repeat them.
-                    request_id=f"{request.request_id or 'texts'}/{secrets.token_hex(8)}",
                     model=model.info.name,
                     texts=texts.tokens,
                     skipped=texts.skipped,
                     score=list(texts.score),
                     priority=priority,
-                    deadline_s=max(0.001, deadline - asyncio.get_running_loop().time()),
-                    tenant=caller.tenant,
-                    flow=f"{caller.tenant}/ {caller.host}",
+                    **sent_fields(request, "texts", deadline),
                 )
                 return model, texts, await generator.backend.pool(model, pooling)
             finally:

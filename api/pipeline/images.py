@@ -28,6 +28,7 @@ from ..requests.backend import ImageAnswer, ServedModel
 from ..requests.requests import Request
 from .generation import Generator
 from .kinds import check_makes_images, image_models
+from .sending import sent_fields
 from .spans import IMAGES, note_model, note_usage
 from .told import news_and_result
 
@@ -123,13 +124,9 @@ class ImageMaker:
             asked = [
                 replace(
                     first,
-                    # Callers choose request ids and may repeat them.
-                    request_id=f"{request.request_id or 'image'}/{secrets.token_hex(8)}",
                     seed=(seed + index) % SEEDS,
                     priority=priority,
-                    deadline_s=max(0.001, deadline - asyncio.get_running_loop().time()),
-                    tenant=caller.tenant,
-                    flow=f"{caller.tenant}/ {caller.host}",
+                    **sent_fields(request, "image", deadline),
                 )
                 for index in range(request.choices)
             ]

@@ -27,6 +27,7 @@ from ..requests.callers import Caller
 from ..requests.requests import Request
 from .generation import Generator
 from .kinds import check_does_speech, speech_models
+from .sending import sent_fields
 from .spans import SPEECH, TRANSCRIPTION, note_model, note_usage
 from .told import news_and_result
 
@@ -134,17 +135,8 @@ class SpeechMaker:
                 samples = audio.samples
             note_model(SPEECH if request.task == SPEAK else TRANSCRIPTION, request.model, model.info.name)
             seed = secrets.randbelow(SEEDS) if request.seed is None else request.seed
-            asked = replace(
-                asked,
-                # Callers choose request ids and may repeat them.
-                request_id=f"{request.request_id or 'speech'}/{secrets.token_hex(8)}",
-                samples=samples,
-                seed=seed,
-                priority=priority,
-                deadline_s=max(0.001, deadline - asyncio.get_running_loop().time()),
-                tenant=caller.tenant,
-                flow=f"{caller.tenant}/ {caller.host}",
-            )
+            sent = sent_fields(request, "speech", deadline)
+            asked = replace(asked, samples=samples, seed=seed, priority=priority, **sent)
             admitted = caller.admit(1, asked.tokens)
             try:
                 answer = await generator.backend.do_speech(model, asked, told)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.replica_messages import ImageRequest, ImageUpdate
-from ...cluster.errors import ReplicaLost, from_wire
+from ...cluster.errors import from_wire
 from ..requests.backend import ImageAnswer
-from .resending import Forgotten, Resending
+from .resending import Resending, next_update
 from .routing import Routing
 
 
@@ -28,12 +28,7 @@ class RayImage(Resending[ImageRequest, ImageUpdate]):
         request, number = replace(self._request, deadline_s=left_s), 0
         await client.make_image(request)
         while True:
-            try:
-                update = await client.next_image(request.request_id, number)
-            except ReplicaLost as error:
-                raise Forgotten(error.message) from error
-            if update is None:
-                continue
+            update = await next_update(request.request_id, number, client.next_image)
             number = update.number
             if update.error is not None:
                 raise from_wire(update.error)

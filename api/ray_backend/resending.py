@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
 from ...actors.protocol.clients import ReplicaClient
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 Answer = TypeVar("Answer")
+Update = TypeVar("Update")
 
 
 class Forgotten(Exception):
@@ -39,6 +41,24 @@ class Sent(Protocol):
 
 
 Asked = TypeVar("Asked", bound=Sent)
+
+
+async def next_update(request_id: str, number: int, ask: Callable[[str, int], Awaitable[Update | None]]) -> Update:
+    """Returns what there is of a request after update `number`, once there is something.
+
+    Args:
+        ask: asks a replica for it; None if there was nothing new for a while.
+
+    Raises:
+        Forgotten: the replica does not know the request any more.
+    """
+    while True:
+        try:
+            update = await ask(request_id, number)
+        except ReplicaLost as error:
+            raise Forgotten(error.message) from error
+        if update is not None:
+            return update
 
 
 class Resending(Generic[Asked, Answer]):

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.speech_messages import SpeechPiece, SpeechRequest, SpeechUpdate
-from ...cluster.errors import ReplicaLost, from_wire
+from ...cluster.errors import from_wire
 from ..requests.backend import SpeechAnswer
-from .resending import Forgotten, Resending
+from .resending import Resending, next_update
 from .routing import Routing
 
 
@@ -31,12 +31,7 @@ class RaySpeech(Resending[SpeechRequest, SpeechUpdate]):
         characters, nbytes = self._characters, self._bytes
         await client.do_speech(request)
         while True:
-            try:
-                update = await client.next_speech(request.request_id, number)
-            except ReplicaLost as error:
-                raise Forgotten(error.message) from error
-            if update is None:
-                continue
+            update = await next_update(request.request_id, number, client.next_speech)
             number = update.number
             for piece in update.partial:
                 rest = SpeechPiece(piece.text[characters:], piece.audio[nbytes:])

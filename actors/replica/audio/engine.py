@@ -90,15 +90,11 @@ class SpeechEngine(JobEngine[SpeechRequest]):
         return "file", f"{message} written down at least half as much here: longer audio may not fit into memory"
 
     def cost(self, request: SpeechRequest) -> tuple[int, int]:
-        if isinstance(self.model, ListeningModel):
-            steps = self.model.windows(request)
-        else:
-            # Most families make a segment of each line.
-            steps = max(1, sum(not line.isspace() for line in request.text.splitlines() if line))
+        steps = self.model.steps(request)
         return max(1, request.tokens // steps), steps
 
     def size(self, request: SpeechRequest) -> int:
-        return self.model.size(request) if isinstance(self.model, ListeningModel) else request.tokens
+        return self.model.size(request)
 
     def given_bytes(self, request: SpeechRequest) -> int:
         return len(request.samples)

@@ -27,6 +27,7 @@ from ...protocol.speech_messages import (
     TranscriptSegment,
     TranscriptWord,
 )
+from ..jobs.engine import Paused
 from .loading import LOAD_ERRORS, family_package, load_speech_model, what_it_lacks
 from .texts import as_text
 from .whisper_windows import WhisperWindows
@@ -45,9 +46,6 @@ _NEEDED = MappingProxyType({"moonshine": "tokenizer.json", "mms": "vocab.json"})
 
 _PROMPTS = ("initial_prompt", "context")
 """What families call the text that came before, or words that may occur."""
-
-Paused = Callable[[int], None]
-"""Called with the number of windows that are done, whenever something was evaluated. What it raises ends the job."""
 
 Told = Callable[[SpeechPiece], None]
 
@@ -129,7 +127,7 @@ class ListeningModel:
             return min(frames, round(WINDOW_S * TOKENS_PER_S)) + frames // 10
         return frames * frames
 
-    def windows(self, request: SpeechRequest) -> int:
+    def steps(self, request: SpeechRequest) -> int:
         """Returns in how many windows the audio is written down."""
         return max(1, int(-(-request.seconds // WINDOW_S))) if self.in_windows else 1
 
@@ -137,6 +135,7 @@ class ListeningModel:
         """Returns a transcript.
 
         Args:
+            paused: called with the windows that are done, whenever something was evaluated.
             told: called with each piece of text once it is certain.
         """
         done = 0

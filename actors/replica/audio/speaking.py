@@ -15,6 +15,7 @@ from ....cluster.errors import GenerationFailed, ModelLoadError
 from ...model_files.speech_folders import SPEAKS
 from ...patches import evaluations_told
 from ...protocol.speech_messages import SPEAK, SpeechInfo, SpeechPiece, SpeechRequest
+from ..jobs.engine import Paused
 from .loading import LOAD_ERRORS, family_package, load_speech_model, what_it_lacks
 from .texts import as_text
 
@@ -24,7 +25,6 @@ TRIED_TOKENS = 32
 
 _INSTRUCTIONS = ("instruct", "instructions")
 
-Paused = Callable[[int], None]
 Told = Callable[[SpeechPiece], None]
 
 
@@ -74,6 +74,14 @@ class SpeakingModel:
         if not sum(len(pcm) for pcm, _ in made):
             raise ValueError("it makes no audio")
         self.info = replace(self.info, rate=made[0][1])
+
+    def size(self, request: SpeechRequest) -> int:
+        """Returns what the memory of a spoken text grows with at most."""
+        return request.tokens
+
+    def steps(self, request: SpeechRequest) -> int:
+        """Returns in how many segments a text is spoken, about: most families make one of each line."""
+        return max(1, sum(not line.isspace() for line in request.text.splitlines() if line))
 
     def speak(self, request: SpeechRequest, paused: Paused, told: Told) -> float:
         """Speaks a text, and returns the seconds of its audio.

@@ -27,6 +27,7 @@ from ...model_files.foreign_code import own_code_only
 from ...model_files.source import first_sentence
 from ...patches import IMAGE_COMPONENTS, components_shared, image_model_classes, prompts_forgotten, steps_told
 from ...protocol.replica_messages import ImageInfo, ImageRequest, Pixels
+from ..jobs.engine import Paused
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,6 @@ _LOADED_WITH: Mapping[str, dict[str, Any]] = MappingProxyType({"ernie_image": {"
 """How families are loaded besides. ERNIE-Image would rewrite prompts, during which an image cannot be ended."""
 
 _ERRORS = (Exception, SystemExit)
-
-Paused = Callable[[int], None]
-"""Called with the number of steps that are done, whenever something was evaluated. What it raises ends the image."""
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,9 @@ GIVEN_BYTES_MAX = 2**29
 
 Refused = Callable[[SatchelError | None], None]
 
+Paused = Callable[[int], None]
+"""Called between two steps of a job, with how many are done. What it raises ends the job."""
+
 
 class JobEnded(BaseException):
     """The current job has been ended. Not an `Exception`: libraries must not handle it."""

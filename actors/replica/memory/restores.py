@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 from ....cluster.errors import Unavailable
@@ -122,8 +122,7 @@ class Restores:
         request = sequence.request
         # Copies, because the sequence may leave, and its tokens may change.
         ids, tokens = list(sequence.ids), list(sequence.tokens)
-        name, root, adapter = request.request_id, request.root_id, request.adapter
-        prompt = Prompt(name, request.agent, root, ids, tokens, request.scope, adapter, request.disk_limits)
+        prompt = replace(Prompt.of(request), ids=ids, tokens=tokens)
         compute_s = (len(prompt.tokens) - hot) / tokens_per_s if tokens_per_s else self.wait_s_max
         wait_s = max(READ_WAIT_S_MIN, 2 * compute_s)
         reading = Reading(prompt, hot, time.monotonic(), wait_s, sequence.span.phase)

@@ -4,55 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
 
-from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.replica_messages import ImageRequest, ImageUpdate, Pixels
-from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.images import RayImage
 from satchel.api.requests.backend import ImageAnswer
-from satchel.cluster.config.timing import USUAL
-from satchel.cluster.errors import GenerationFailed, QueueFull, ReplicaLeaves, ReplicaLost, SatchelError
+from satchel.cluster.errors import GenerationFailed, QueueFull, ReplicaLeaves, ReplicaLost
 from tests.api.ray_backend import test_dispatch as worlds
 from tests.api.ray_backend.test_pooling import Cluster as Pooling
-from tests.worlds.direct import Direct
+from tests.worlds.api.scripted_replica import ScriptedReplica
 
 REQUEST = ImageRequest("id/1", "m", "p", 32, 32, 7, steps=3, deadline_s=60.0)
 DONE = ImageUpdate(9, 3, 3, image=Pixels(1, 1, b"abc"), prompt_tokens=4)
 
 
-class Replica(worlds.FakeLink):
-    """Refuses by its first word, or "take"s the request; then its further words are updates, None for nothing new, and
-    an error or "end" in place of one."""
-
-    def __init__(self, backend: Any, name: str, *script: Any) -> None:
-        super().__init__(backend, name, *script)
-        self.asked: list[ImageRequest] = []
-        self.open()
-
-    def open(self) -> None:
-        self.broken = asyncio.Event()
-        methods = SimpleNamespace(make_image=self._make, next_image=self._next)
-        self.client = ReplicaClient(self.replica, USUAL, Direct(lambda: methods))
-
-    async def _make(self, data: bytes) -> bytes:
-        self.asked += ReplicaClient.make_image.asked(data)
-        return self._answer(self.script.pop(0) if self.script else "take")
-
-    async def _next(self, data: bytes) -> bytes:
-        return self._answer(self.script.pop(0) if self.script else DONE)
-
-    @staticmethod
-    def _answer(step: Any) -> bytes:
-        if isinstance(step, SatchelError):
-            return encode_error(step)
-        if step == "end":
-            raise RayActorError
-        return encode(None if step == "take" else step)
+class Replica(ScriptedReplica):
+    begin, news, done = "make_image", "next_image", DONE
 
 
 class Cluster(Pooling):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
 
-from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.speech_messages import (
     SPEAK,
     TRANSCRIBE,
@@ -18,47 +15,19 @@ from satchel.actors.protocol.speech_messages import (
     SpeechUpdate,
     Transcript,
 )
-from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.speech import RaySpeech
-from satchel.cluster.config.timing import USUAL
-from satchel.cluster.errors import GenerationFailed, QueueFull, ReplicaLeaves, ReplicaLost, SatchelError
+from satchel.cluster.errors import GenerationFailed, QueueFull, ReplicaLeaves, ReplicaLost
 from tests.api.ray_backend import test_dispatch as worlds
 from tests.api.ray_backend.test_pooling import Cluster as Pooling
-from tests.worlds.direct import Direct
+from tests.worlds.api.scripted_replica import ScriptedReplica
 
 HEARD = SpeechRequest("id/1", "m", TRANSCRIBE, bytes(4 * 16_000), seed=7, deadline_s=60.0)
 SAID = SpeechRequest("id/1", "m", SPEAK, text="Hello", deadline_s=60.0)
 DONE = SpeechUpdate(9, transcript=Transcript("Hello there"), done=True)
 
 
-class Replica(worlds.FakeLink):
-    """Refuses by its first word, or "take"s the request; then its further words are updates, None for nothing new, and
-    an error or "end" in place of one."""
-
-    def __init__(self, backend: Any, name: str, *script: Any) -> None:
-        super().__init__(backend, name, *script)
-        self.asked: list[SpeechRequest] = []
-        self.open()
-
-    def open(self) -> None:
-        self.broken = asyncio.Event()
-        methods = SimpleNamespace(do_speech=self._do, next_speech=self._next)
-        self.client = ReplicaClient(self.replica, USUAL, Direct(lambda: methods))
-
-    async def _do(self, data: bytes) -> bytes:
-        self.asked += ReplicaClient.do_speech.asked(data)
-        return self._answer(self.script.pop(0) if self.script else "take")
-
-    async def _next(self, data: bytes) -> bytes:
-        return self._answer(self.script.pop(0) if self.script else DONE)
-
-    @staticmethod
-    def _answer(step: Any) -> bytes:
-        if isinstance(step, SatchelError):
-            return encode_error(step)
-        if step == "end":
-            raise RayActorError
-        return encode(None if step == "take" else step)
+class Replica(ScriptedReplica):
+    begin, news, done = "do_speech", "next_speech", DONE
 
 
 class Cluster(Pooling):

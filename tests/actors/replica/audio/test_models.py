@@ -76,7 +76,7 @@ def test_windows_are_told_one_after_the_other(whisper: ListeningModel):
     whisper.transcribe(HEARD, lambda windows: done.append(windows), lambda piece: None)
     # At every step of decoding, and between windows.
     assert sorted(done) == done and set(done) == {0, 1} and done.count(0) > 3
-    assert whisper.windows(HEARD) == 2
+    assert whisper.steps(HEARD) == 2
 
 
 def test_what_a_whisper_model_takes_is_found(whisper: ListeningModel):
