@@ -69,6 +69,7 @@ class Run:
             executor.open(str(number), [], None, 0)
             executor.prefill([(str(number), prompt[:-1])])
             executor.join(str(number), prompt, asked, 0)
+        mx.synchronize()
         said: dict[str, list[int]] = {str(number): [] for number in range(len(self._prompts))}
         open_, steps = set(said), 0
         began = time.perf_counter()

@@ -16,6 +16,8 @@ import time
 from collections import Counter
 from typing import Any
 
+import mlx.core as mx
+
 from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.executor import FORCED_MAX, BatchExecutor
@@ -110,6 +112,7 @@ def measure_calls(loaded: LoadedModel, prompt_tokens: int) -> dict[str, Any]:
             batch.prefill([("call", prompt[:-1])])
             asked = Sampling(temperature=1.0, seed=seed, max_tokens=300, grammar="x")
             batch.join("call", prompt, asked, 0, grammars.sequence(CALL, []))
+            mx.synchronize()
             said: list[int] = []
             began = time.perf_counter()
             while not loaded.eos_token_ids.intersection(said):

@@ -7,6 +7,8 @@ import random
 import time
 from collections.abc import Sequence
 
+import mlx.core as mx
+
 from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
@@ -47,6 +49,7 @@ def decoding(loaded: LoadedModel, lengths: Sequence[int]) -> BatchExecutor:
             executor.prefill([(str(row), tokens[start : min(start + CHUNK_TOKENS, length - 1)])])
         executor.join(str(row), tokens, Sampling(temperature=0.0, max_tokens=loaded.context_tokens), 0)
     executor.step()
+    mx.synchronize()
     return executor
 
 

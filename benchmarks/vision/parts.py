@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from PIL import Image
 
 from satchel.actors.protocol.media_ids import picture_hash
@@ -111,6 +112,7 @@ class Sight(desk.Desk):
         def timed(work: Sequence[tuple[str, Sequence[int]]]) -> None:
             started = time.perf_counter()
             prefill(work)
+            mx.synchronize()
             self._prefill_s += time.perf_counter() - started
 
         self.engine.executor.prefill = timed

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from ..device.device import on_cuda, on_gpu
 from ..device.device_errors import on_device
@@ -22,6 +24,8 @@ from .sequence_states import ExecutorSequence, Together
 CLEAR_EVERY_TOKENS = 8192
 """Prefilled tokens after which MLX's cache of freed buffers is emptied; decoding cannot use many of them."""
 
+Note = Callable[[int, float], None]
+
 
 class Prefilling:
     """The sequences in prefill.
@@ -30,8 +34,13 @@ class Prefilling:
     and without a mask array cuDNN makes a plan for every new length. A CPU gains nothing from it, and mlx-lm's Mamba
     layers would take the padding into their state.
 
+    With `runs_ahead` a prefill is launched and not waited for: while the device computes it, the host launches a decode
+    step behind it and builds the next prefill. It waits only before it launches that one, so that the temporary memory
+    of no two prefills is needed at once.
+
     Attributes:
         followers: have the other layers of the model; None if it has all.
+        runs_ahead: as above; only where a device computes everything in the order in which it was launched.
         workspace_bytes: the most temporary memory that a prefill has needed.
         pieces: a piece ends after each layer of a prompt, so that requests are served during self-tests.
     """
@@ -54,6 +63,15 @@ class Prefilling:
         # Whether a prefill is in flight, and what of it is yet to be launched.
         self._prefilling = False
         self._unlaunched: list[Any] = []
+        self.runs_ahead = False
+        # What is there once the prefill that runs ahead has ended, and whether a decode step was launched behind it.
+        self._ahead: mx.array | None = None
+        self._followed = False
+        # Who is told how long the next prefill takes; who is told of the one that runs ahead, its tokens and begin; and
+        # when the one before had ended.
+        self._note_next: Note | None = None
+        self._timed: tuple[Note, int, float] | None = None
+        self._ended_at = 0.0
         self.pieces = IN_ONE_PIECE
         self.workspace_bytes = 0
 
@@ -98,6 +116,7 @@ class Prefilling:
         Args:
             shown: what followers need of pictures for it.
         """
+        began, note, self._note_next = perf_counter(), self._note_next, None
         self._settle()
         if self.followers is None:
             for sequence_id, embeddings in shown.sequences.items():
@@ -107,11 +126,22 @@ class Prefilling:
         if self.followers is None:
             for sequence_id in shown.sequences:
                 self._pictures_of(sequence_id).embeddings.clear()
-        self._note_workspace()
-        self._since_clear += sum(len(tokens) for _, tokens in work)
+        count = sum(len(tokens) for _, tokens in work)
+        if self._ahead is None:
+            self._note_workspace()
+            if note is not None:
+                note(count, perf_counter() - began)
+        elif note is not None:
+            self._timed = note, count, began
+        self._since_clear += count
         if self._since_clear >= CLEAR_EVERY_TOKENS:
             self._since_clear = 0
             mx.clear_cache()
+
+    def time_next(self, note: Note) -> None:
+        """Has `note` told the next prefill's tokens and how long it took, in seconds, once it is known to have ended;
+        not if it fails."""
+        self._note_next = note
 
     def _piece_tokens(self, work: Sequence[tuple[str, Sequence[int]]]) -> int | None:
         """Returns the most tokens of a piece; None if some of the tokens must be computed in one chunk."""
@@ -175,10 +205,38 @@ class Prefilling:
             else:
                 # MLX launches only a few operations on a CPU without waiting for them.
                 self._unlaunched = states
-        elif self.pieces is IN_ONE_PIECE:
-            mx.eval([cache.state for cache in caches])
-        else:
+        elif self.pieces is not IN_ONE_PIECE:
             self.pieces.evaluate(caches)
+        elif self.runs_ahead:
+            self.wait_for_prefill()
+            mx.reset_peak_memory()
+            states: list[Any] = [array for _, array in tree_flatten([cache.state for cache in caches])]
+            # One of them would do, but what is kept cannot be written in place.
+            self._ahead, self._followed = mx.depends([mx.array(0) + 0], states)[0], False
+            mx.async_eval(states, self._ahead)
+        else:
+            mx.eval([cache.state for cache in caches])
+
+    @on_device()
+    def wait_for_prefill(self) -> None:
+        """Waits for a prefill that runs ahead."""
+        if self._ahead is None:
+            return
+        mx.eval(self._ahead)
+        self._ahead = None
+        self._note_workspace()
+        if self._timed is not None:
+            (note, tokens, began), self._timed = self._timed, None
+            now = perf_counter()
+            note(tokens, now - max(began, self._ended_at))
+            self._ended_at = now
+
+    def follow_prefill(self) -> None:
+        """Call it before each decode step. The second one behind a prefill that runs ahead waits for it: reading the
+        first one's tokens would be waiting for it too."""
+        if self._followed:
+            self.wait_for_prefill()
+        self._followed = True
 
     def _end_prefill(self) -> None:
         """Waits for the prefill in flight: what comes next writes its arrays."""
@@ -191,8 +249,9 @@ class Prefilling:
 
     def _begin_piece(self) -> None:
         self._end_prefill()
-        self._note_workspace()
-        mx.reset_peak_memory()
+        if self._ahead is None:
+            self._note_workspace()
+            mx.reset_peak_memory()
 
     def _note_workspace(self) -> None:
         self.workspace_bytes = max(self.workspace_bytes, mx.get_peak_memory() - mx.get_active_memory())

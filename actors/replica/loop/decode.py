@@ -38,6 +38,7 @@ class DecodeLoop:
         delivery = self._delivery
         delivery.check()
         self._keeping.before_step([delivery.sequences[request_id] for request_id in decoding])
+        self._executor.follow_prefill()
         started = time.perf_counter()
         try:
             delivered = self._begin_answers()

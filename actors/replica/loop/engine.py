@@ -429,6 +429,7 @@ class Engine:
         return prefilled or self.embed.step(decoding=bool(self.scheduler.decoding()))
 
     def _wait(self) -> None:
+        self.executor.wait_for_prefill()
         has_sequences, now = bool(self.delivery.sequences), time.monotonic()
         if has_sequences:
             self._idle.note_work()

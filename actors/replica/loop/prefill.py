@@ -153,10 +153,10 @@ class PrefillLoop:
         parts = [(chunk.request_id, sequences[chunk.request_id].given(chunk.start, chunk.stop)) for chunk in chunks]
         # Updates that are ready now must not wait for this prefill.
         self._delivery.flush()
-        started = time.perf_counter()
         try:
             for chunk in chunks:
                 self._pictures.require(sequences[chunk.request_id], chunk.start, chunk.stop)
+            self._executor.time_next(self.pace.note)
             self._executor.prefill(parts)
         except Exception:
             if len(chunks) > 1:
@@ -164,9 +164,7 @@ class PrefillLoop:
             for chunk, part in zip(chunks, parts, strict=True):
                 self._delivery.attempt(chunk.request_id, self._compute_alone, chunk, part)
             return
-        computed = sum(len(tokens) for _, tokens in parts)
-        self.pace.note(computed, time.perf_counter() - started)
-        self._delivery.counters.computed_tokens += computed
+        self._delivery.counters.computed_tokens += sum(len(tokens) for _, tokens in parts)
         for chunk in chunks:
             self._delivery.attempt(chunk.request_id, self._computed, chunk)
 

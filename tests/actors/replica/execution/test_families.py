@@ -206,7 +206,8 @@ def test_batched_cached_and_chunked_sequences_equal_the_bare_model(
         for round_name in ("cold", "cached"):
             order = list(family.scripts)
             rng.shuffle(order)
-            bench.engine.executor.batched_prefill = together and not family.loaded.spec.recurrent
+            executor = bench.engine.executor
+            executor.batched_prefill = executor.runs_ahead = together and not family.loaded.spec.recurrent
             for sequence in order:
                 submit(bench, family, sequence, f"{round_name}{sequence}")
                 for _ in range(rng.randrange(4)):

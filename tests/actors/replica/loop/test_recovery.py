@@ -58,12 +58,13 @@ def converse(bench: Bench) -> None:
     bench.run("after", [*LATE, 5], max_tokens=4)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     "place, call",
     [("step", 1), ("step", 5), ("prefill", 1), ("cut", 1), ("cut", 2), ("seal", 1), ("seal", 2), ("written", 1)],
 )
 def test_answers_are_right_whatever_the_device_loses(
-    place: str, call: int, loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
+    place: str, call: int, ahead: bool, loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
     """The first wait gets the error, be it for another sequence's prefill or for the disk: nothing that was drawn, cut
     or sealed since the last sound wait is used, delivered or written."""
@@ -71,6 +72,7 @@ def test_answers_are_right_whatever_the_device_loses(
     converse(clean)
     bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node.client)))
     executor = bench.engine.executor
+    executor.runs_ahead = ahead
     if place == "step":
         fault = Fault(executor._model, call, call, is_step)
         monkeypatch.setattr(executor, "_model", fault)
