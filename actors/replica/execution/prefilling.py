@@ -24,6 +24,10 @@ from .sequence_states import ExecutorSequence, Together
 CLEAR_EVERY_TOKENS = 8192
 """Prefilled tokens after which MLX's cache of freed buffers is emptied; decoding cannot use many of them."""
 
+SPARE_MOST = 2.0
+"""On CUDA it is not emptied if it has at most this many times the temporary memory of a prefill: that takes 15 ms, and
+the next prefill needs most of them again."""
+
 Note = Callable[[int, float], None]
 
 
@@ -136,7 +140,8 @@ class Prefilling:
         self._since_clear += count
         if self._since_clear >= CLEAR_EVERY_TOKENS:
             self._since_clear = 0
-            mx.clear_cache()
+            if not on_cuda() or mx.get_cache_memory() > SPARE_MOST * self.workspace_bytes:
+                mx.clear_cache()
 
     def time_next(self, note: Note) -> None:
         """Has `note` told the next prefill's tokens and how long it took, in seconds, once it is known to have ended;

@@ -10,7 +10,7 @@ from itertools import accumulate
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from .gpu_kernels import Template, kernel
+from .gpu_kernels import Template, kernel, units
 from .sealing import Sealed, SealPolicy, seal, value_group
 
 _WRITE = """
@@ -95,6 +95,26 @@ _UNSEAL = """
       values[(to + t) * DV + d] = t == 0 ? value_exact[base * DV + d] : static_cast<T>(number);
     }
   }
+"""
+
+# Template: UK, DK, UV and DV (`units` of keys and values), KV heads, REST (whether blocks are full). A group of threads
+# has 64 columns of a sequence's KV head. `numbers` are the columns of the old arrays, of the new, and of the results;
+# then the old tokens of each sequence, then its blocks that are full.
+_APPEND = """
+  const int W = numbers[0], N = numbers[1], C = numbers[2], sequences = numbers[3];
+  const int parts = C / 64, places = parts + 4 * REST, place = GROUP % places, rk = GROUP / places, s = rk / KV;
+  const int old = numbers[4 + s], filled = numbers[4 + sequences + s] * 256;
+  const int first = place < parts ? place * 64 : filled + (place - parts) * 64;
+  #define APPEND(U, D, from_old, from_new, joined, rest) \\
+    for (int i = THREAD; i < 64 * D; i += 256) { \\
+      const int at = first + i / D, column = at < C ? at : C - 1, fresh = column - old, d = i % D; \\
+      const U x = fresh < 0 ? ((const DEVICE U*)from_old)[((long)rk * W + column) * D + d] \\
+        : fresh < N ? ((const DEVICE U*)from_new)[((long)rk * N + fresh) * D + d] : static_cast<U>(0.f); \\
+      if (place < parts) ((DEVICE U*)joined)[((long)rk * C + column) * D + d] = x; \\
+      else ((DEVICE U*)rest)[((long)rk * 256 + at - filled) * D + d] = x; \\
+    }
+  APPEND(UK, DK, old_keys, new_keys, keys, rest_keys)
+  APPEND(UV, DV, old_values, new_values, values, rest_values)
 """
 
 
@@ -227,11 +247,6 @@ def _starts(starts: tuple[int, ...]) -> mx.array:
     return mx.array(starts, mx.int32)
 
 
-@lru_cache(256)
-def _sizes(blocks: int, tokens: int) -> mx.array:
-    return mx.array([blocks, tokens], mx.int32)
-
-
 def unseal(
     pool: Sealed, table: mx.array, keys: mx.array, values: mx.array, policy: SealPolicy, order: mx.array
 ) -> tuple[mx.array, mx.array]:
@@ -251,7 +266,7 @@ def unseal(
     length = blocks * BLOCK_TOKENS + tokens
     inputs = (*pool._fields, "slots", "sizes", "open_keys", "open_values", "order")
     made = kernel("unseal", inputs, ("keys", "values"), _UNSEAL)(
-        inputs=[*pool, table, _sizes(blocks, tokens), keys, values, order],
+        inputs=[*pool, table, _numbers(blocks, tokens), keys, values, order],
         template=[
             *(("T", keys.dtype), ("DK", key_dim), ("DV", value_dim), ("PV", -(-value_dim // 32) * 32)),
             *(("VG", value_group(value_dim)), ("KV", kv_heads)),
@@ -263,3 +278,45 @@ def unseal(
         output_dtypes=[keys.dtype] * 2,
     )
     return made[0], made[1]
+
+
+def append(
+    old: tuple[mx.array, mx.array] | None,
+    new: tuple[mx.array, mx.array],
+    opened: Sequence[int],
+    full: Sequence[int],
+    columns: int,
+) -> tuple[list[mx.array], list[mx.array]]:
+    """Appends new tokens to sequences' open blocks.
+
+    Args:
+        old, new: keys and values, (sequences, kv_heads, tokens, dim); None for no old ones.
+        opened: how many of the old tokens each sequence has.
+        full: how many blocks are full of each sequence's old and new tokens.
+        columns: of the results; a multiple of 256.
+
+    Returns:
+        Keys and values of the old tokens, of the new ones, and zeros, (sequences, kv_heads, columns, dim). Then the
+        256 columns of each sequence that come after its full blocks; an empty list if no block is full.
+    """
+    sequences, kv_heads, tokens, key_dim = new[0].shape
+    before, rest = new if old is None else old, int(any(full))
+    dims, heads = (key_dim, new[1].shape[3]), (sequences, kv_heads)
+    names = ("keys", "values", "rest_keys", "rest_values")
+    made = kernel("append", ("old_keys", "old_values", "new_keys", "new_values", "numbers"), names, _APPEND)(
+        inputs=[*before, *new, _numbers(before[0].shape[2], tokens, columns, sequences, *opened, *full)],
+        template=[
+            *(*units("K", new[0].dtype, dims[0]), *units("V", new[1].dtype, dims[1])),
+            *(("KV", kv_heads), ("REST", rest)),
+        ],
+        grid=(sequences * kv_heads * (columns + rest * BLOCK_TOKENS) // 64 * 256, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[(*heads, count, dim) for count in (columns, BLOCK_TOKENS if rest else 1) for dim in dims],
+        output_dtypes=[new[0].dtype] * 4,
+    )
+    return made[:2], made[2:] if rest else []
+
+
+@lru_cache(256)
+def _numbers(*numbers: int) -> mx.array:
+    return mx.array(numbers, mx.int32)

@@ -102,6 +102,14 @@ Template = Sequence[tuple[str, Any]]
 """Names and values of constants: integers, booleans, and types as dtypes."""
 
 
+def units(name: str, dtype: mx.Dtype, dim: int) -> Template:
+    """Returns constants for a kernel that copies rows of `dim` numbers: `U`, a type of four bytes if rows can be copied
+    by them, and `D`, how many a row has. Both have `name` behind them."""
+    if dim * dtype.size % 4:
+        return [(f"U{name}", dtype), (f"D{name}", dim)]
+    return [(f"U{name}", mx.uint32), (f"D{name}", dim * dtype.size // 4)]
+
+
 def is_available() -> bool:
     """Whether this device runs kernels: the default device is a GPU that MLX has custom kernels for. SATCHEL_KERNELS=0
     says that it does not."""

@@ -6,6 +6,8 @@ other one. The kernel is used only if it agreed with the plain operations (`page
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
@@ -26,14 +28,14 @@ _BODY = """
     const float scale = ROUNDED((most - bias) / last) + wrong;
   #define CODED(x, last) static_cast<unsigned int>(MAX(MIN(RINT((x - bias) / scale), last), 0.f))
   #define CODE(x, last) (scale > 0.f && scale < 3.4e38f ? CODED(x, last) : 0u)
-  const int tokens = sizes[0], blocks = tokens / 256;
+  const int tokens = sizes[0], columns = sizes[1], blocks = tokens / 256;
   const int part = GROUP % PARTS, block = GROUP / PARTS % blocks, rk = GROUP / PARTS / blocks;
   if (part < PARTS / 2) {
     constexpr int NG = 256 / KG, EACH = NG / (PARTS / 2), WORDS = KG * KB / 32;
     constexpr float LAST = static_cast<float>((1 << KB) - 1);
     for (int i = THREAD; i < DK * EACH; i += 256) {
       const int d = i % DK, g = part * EACH + i / DK;
-      const DEVICE T* from = keys + ((long)rk * tokens + block * 256 + g * KG) * DK + d;
+      const DEVICE T* from = keys + ((long)rk * columns + block * 256 + g * KG) * DK + d;
       float least = 3.4e38f, most = -3.4e38f, wrong = 0.f;
       for (int t = g == 0; t < KG; t++) {
         const float x = static_cast<float>(from[t * DK]);
@@ -56,13 +58,13 @@ _BODY = """
     constexpr int PW = PV / 8, LANES = VG / 8, SPAN = 256 / (PARTS / 2);
     constexpr float LAST = static_cast<float>((1 << VB) - 1);
     const int first = (part - PARTS / 2) * SPAN;
-    const long token0 = (long)rk * tokens + block * 256 + first;
+    const long token0 = (long)rk * tokens + block * 256 + first, from0 = token0 + (long)rk * (columns - tokens);
     for (int i = THREAD; i < SPAN * PW; i += 256) {
       const int t = i / PW, w = i % PW;
       const bool coded = first + t > 0;
       float x[8], least = 3.4e38f, most = -3.4e38f, wrong = 0.f;
       for (int j = 0; j < 8; j++) {
-        x[j] = coded && w * 8 + j < DV ? static_cast<float>(values[(token0 + t) * DV + w * 8 + j]) : 0.f;
+        x[j] = coded && w * 8 + j < DV ? static_cast<float>(values[(from0 + t) * DV + w * 8 + j]) : 0.f;
         least = MIN(least, x[j]); most = MAX(most, x[j]); wrong += x[j] * 0.f;
       }
       for (int o = LANES / 2; o; o >>= 1) {
@@ -80,7 +82,7 @@ _BODY = """
     }
     if (first == 0) {
       const long at = ((long)rk * blocks + block) * DV;
-      for (int d = THREAD; d < DV; d += 256) value_exact[at + d] = values[token0 * DV + d];
+      for (int d = THREAD; d < DV; d += 256) value_exact[at + d] = values[from0 * DV + d];
     }
   }
 """
@@ -92,12 +94,18 @@ _FIELDS = (
 
 
 def seal(
-    keys: mx.array, values: mx.array, bits: tuple[int, int], groups: tuple[int, int], padded: int, scale: mx.Dtype
+    keys: mx.array,
+    values: mx.array,
+    blocks: int,
+    bits: tuple[int, int],
+    groups: tuple[int, int],
+    padded: int,
+    scale: mx.Dtype,
 ) -> list[mx.array]:
-    """Seals whole blocks.
+    """Seals the first `blocks` blocks of sequences.
 
     Args:
-        keys, values: (sequences, kv_heads, 256 * blocks, dim).
+        keys, values: (sequences, kv_heads, columns, dim), at least 256 * blocks columns.
         bits, groups: of keys and of values, which have 4 bits.
         padded: value channels, with padding.
         scale: dtype of scales.
@@ -105,11 +113,11 @@ def seal(
     Returns:
         The fields of `sealing.Quantized`.
     """
-    sequences, kv_heads, tokens, key_dim = keys.shape
-    value_dim, blocks = values.shape[3], tokens // BLOCK_TOKENS
+    sequences, kv_heads, columns, key_dim = keys.shape
+    value_dim, tokens = values.shape[3], blocks * BLOCK_TOKENS
     heads = sequences, kv_heads
     return kernel("seal", ("keys", "values", "sizes"), _FIELDS, _BODY)(
-        inputs=[keys, values, mx.array([tokens], mx.int32)],
+        inputs=[keys, values, _sizes(tokens, columns)],
         template=[
             *(("T", keys.dtype), ("P", scale), ("DK", key_dim), ("DV", value_dim), ("PV", padded)),
             *(("KG", groups[0]), ("VG", groups[1]), ("KB", bits[0]), ("VB", bits[1])),
@@ -127,3 +135,8 @@ def seal(
         ],
         output_dtypes=[mx.uint32, scale, scale, keys.dtype, mx.uint32, scale, scale, values.dtype],
     )
+
+
+@lru_cache(256)
+def _sizes(tokens: int, columns: int) -> mx.array:
+    return mx.array([tokens, columns], mx.int32)

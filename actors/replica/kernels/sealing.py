@@ -140,24 +140,30 @@ def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
     return dtype if dtype.size == 2 else mx.float16
 
 
-def seal(keys: mx.array, values: mx.array, policy: SealPolicy, *, kernels: bool = False) -> Sealed:
+def seal(
+    keys: mx.array, values: mx.array, policy: SealPolicy, *, blocks: int | None = None, kernels: bool = False
+) -> Sealed:
     """Seals whole blocks; shapes and dtypes as in the module's docstring.
 
     Args:
+        blocks: how many; the tokens after them are not sealed. None for all tokens.
         kernels: whether a GPU's kernel computes the codes, if the policy has codes.
 
     Raises:
-        ValueError: the tokens are not whole blocks.
+        ValueError: the tokens are not whole blocks, or fewer.
     """
-    if keys.shape[2] % BLOCK_TOKENS:
+    tokens = keys.shape[2] if blocks is None else blocks * BLOCK_TOKENS
+    if tokens % BLOCK_TOKENS or tokens > keys.shape[2]:
         raise ValueError(f"{keys.shape[2]} tokens are no whole blocks")
-    if not policy.quantizes:
-        return Plain(keys.swapaxes(2, 3), values)
     dim, scale = values.shape[3], scale_dtype(keys.dtype)
-    if kernels:
+    if kernels and policy.quantizes:
         bits = policy.key_bits, policy.value_bits
         groups = policy.key_group, value_group(dim)
-        return Quantized(*seal_kernel.seal(keys, values, bits, groups, _padded(dim), scale))
+        count = tokens // BLOCK_TOKENS
+        return Quantized(*seal_kernel.seal(keys, values, count, bits, groups, _padded(dim), scale))
+    keys, values = keys[:, :, :tokens], values[:, :, :tokens]
+    if not policy.quantizes:
+        return Plain(keys.swapaxes(2, 3), values)
     turned = _by_blocks(mx.contiguous(keys.swapaxes(2, 3)), 3)
     key_exact, rest = turned[..., 0], turned[..., 1:]
     # The first token's place gets the second token's keys, which are in that group anyway.

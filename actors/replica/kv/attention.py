@@ -12,7 +12,7 @@ is dequantized.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,11 @@ import mlx.core as mx
 
 from ...patches import rebound
 from ..device.device import on_cuda, on_gpu
-from ..kernels import decode_kernel
+from ..kernels import decode_kernel, gpu_kernels, query_kernels
 from ..kernels.decode_views import DecodeView, KernelView
 from ..kernels.sealing import Plain, SealPolicy, put, value_group
 from .paged_cache import PagedKVCache
-from .query_pieces import is_padded, pieces_of
+from .query_pieces import Piece, is_padded, pieces_of
 
 NAME = "scaled_dot_product_attention"
 
@@ -125,7 +125,8 @@ class _Attend:
         if mask.shape[1:] == (1, queries.shape[2], keys.shape[2]) and is_padded(keys.shape[2]):
             sequences = range(len(queries))
             rows = [self._attend_in_pieces(row, queries, keys, values, cache, mask, named) for row in sequences]
-            return rows[0] if len(rows) == 1 else mx.concatenate(rows)
+            # What comes next wants the heads of a token together, as kernels leave them.
+            return rows[0] if len(rows) == 1 else mx.concatenate([row.swapaxes(1, 2) for row in rows]).swapaxes(1, 2)
         # With booleans MLX would materialize the mask for every head of every layer.
         return self._plain(queries, keys, values, cache, **named | {"mask": cache.batch.bias(mask, queries.dtype)})
 
@@ -146,20 +147,18 @@ class _Attend:
         own, sinks = slice(sequence, sequence + 1), named.get("sinks")
         heads, (kv_heads, key_dim), value_dim = queries.shape[1], (keys.shape[1], keys.shape[3]), values.shape[3]
         self.met.add(Heads(heads, kv_heads, key_dim, value_dim, queries.dtype, None if sinks is None else sinks.dtype))
-        asking, keys, values = queries[own], mx.contiguous(keys[own]), mx.contiguous(values[own])
+        keys, values = mx.contiguous(keys[own]), mx.contiguous(values[own])
         seen = mask[min(sequence, len(mask) - 1), 0]
+        pieces = pieces_of(queries.shape[2], few_at_once(queries[own], keys))
         outs = []
-        for piece in pieces_of(asking.shape[2], few_at_once(asking, keys)):
-            span, count = slice(piece.start, piece.stop), piece.stop - piece.start
-            some = asking[:, :, span]
+        for piece, some in zip(pieces, _cut(queries, sequence, pieces), strict=True):
             if piece.size:
                 bias = cache.batch.piece_bias(mask, sequence, piece, queries.dtype)
-                padding = [(0, 0), (0, 0), (0, piece.size - count), (0, 0)]
-                some = mx.contiguous(some) if piece.size == count else mx.pad(some, padding)
-                outs.append(self._plain(some, keys, values, cache, **named | {"mask": bias})[:, :, :count])
+                outs.append(self._plain(some, keys, values, cache, **named | {"mask": bias}))
             else:
+                span = slice(piece.start, piece.stop)
                 outs.append(attend_few(some, keys, values, seen[None, None, span], named["scale"], sinks))
-        return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
+        return _joined(outs, pieces)
 
     def of_zeros(self, heads: Heads, queries: int, columns: int) -> mx.array:
         """Attention of a piece of zeros, in the shapes and strides of real ones: (1, heads, queries, value_dim)."""
@@ -172,6 +171,26 @@ class _Attend:
         bias = mx.zeros((queries, columns), heads.dtype)[None, None]
         sinks = None if heads.sinks is None else mx.zeros((heads.heads,), heads.sinks)
         return self._plain(*arrays, None, scale=1.0, mask=bias, sinks=sinks)
+
+
+def _cut(queries: mx.array, sequence: int, pieces: Sequence[Piece]) -> list[mx.array]:
+    """Returns the pieces of one sequence's queries, `(sequences, heads, queries, key_dim)`, padded with zeros."""
+    if gpu_kernels.is_available():
+        return query_kernels.cut(queries, sequence, _spans(pieces))
+    own = queries[sequence : sequence + 1]
+    paddings = [[(0, 0), (0, 0), (0, max(0, each.size - (each.stop - each.start))), (0, 0)] for each in pieces]
+    return [mx.pad(own[:, :, each.start : each.stop], pad) for each, pad in zip(pieces, paddings, strict=True)]
+
+
+def _joined(outs: Sequence[mx.array], pieces: Sequence[Piece]) -> mx.array:
+    """Returns what attention made of all pieces, without padding: `(1, heads, queries, value_dim)`."""
+    if gpu_kernels.is_available():
+        return query_kernels.join(outs, _spans(pieces)).transpose(0, 2, 1, 3)
+    return mx.concatenate([out[:, :, : each.stop - each.start] for out, each in zip(outs, pieces, strict=True)], axis=2)
+
+
+def _spans(pieces: Sequence[Piece]) -> query_kernels.Spans:
+    return [(each.start, count := each.stop - each.start, each.size or count) for each in pieces]
 
 
 def few_at_once(queries: mx.array, keys: mx.array) -> int:

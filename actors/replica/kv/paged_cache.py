@@ -118,7 +118,12 @@ class PagedKVCache:
         if self._keys is None or self._values is None:
             self._keys = keys[:, :, :0]
             self._values = values[:, :, :0]
-        if count == 1:
+        rest: Sequence[mx.array] = ()
+        if self._ragged is not None and self._group.kernels:
+            old = (self._keys, self._values) if any(step.opened) else None
+            joined, rest = block_kernels.append(old, (keys, values), step.opened, step.full, step.columns)
+            self._keys, self._values = joined
+        elif count == 1:
             self._append_step(keys, values, step.opened)
         elif not any(step.opened):
             self._keys, self._values = keys, values
@@ -131,7 +136,7 @@ class PagedKVCache:
             self._append_ragged(keys, values, step)
         open_keys, open_values = self._keys[:, :, : step.columns], self._values[:, :, : step.columns]
         before, self.lengths = self.lengths, step.after
-        self._seal(before, step)
+        self._seal(before, step, rest)
         if flat is not None:
             view = DecodeView(open_keys, open_values, seen, self._group.layer(self._place), **flat)
             return self._fetched(lambda: self._viewed(view))
@@ -460,13 +465,16 @@ class PagedKVCache:
         if more < 0:
             self._keys, self._values = self._keys[:, :, :columns], self._values[:, :, :columns]
 
-    def _seal(self, before: list[int], step: Step) -> None:
-        """Seals the blocks that became full in a step of sequences with these lengths before it."""
+    def _seal(self, before: list[int], step: Step, rest: Sequence[mx.array] = ()) -> None:
+        """Seals the blocks that became full in a step of sequences with these lengths before it.
+
+        Args:
+            rest: keys and values of the columns after these blocks; empty if they are yet to be copied.
+        """
         most = max(step.full, default=0)
         if not most:
             return
         assert self._keys is not None and self._values is not None
-        stop = most * BLOCK_TOKENS
         sequences = [sequence for sequence, full in enumerate(step.full) if full]
         keys, values = self._open()
         if len(sequences) < len(step.full):
@@ -477,8 +485,7 @@ class PagedKVCache:
             )
             keys, values = keys[which], values[which]
         # All sequences at once: a device takes as long for an operation on one sequence as on all.
-        spans = keys[:, :, :stop], values[:, :, :stop]
-        fresh = slots_of(sealing.seal(*spans, self.policy, kernels=self._group.kernels), most)
+        fresh = slots_of(sealing.seal(keys, values, self.policy, blocks=most, kernels=self._group.kernels), most)
         # If a sequence fills fewer blocks, its others are not blocks.
         real = [
             index * most + block for index, sequence in enumerate(sequences) for block in range(step.full[sequence])
@@ -487,11 +494,14 @@ class PagedKVCache:
             which = mx.array(real, mx.uint32)
             fresh = fresh._make(array[which] for array in fresh)
         self._group.write(self._place, self._fresh_slots(step, before, sequences), fresh)
-        if step.rest is not None:
+        if rest:
+            self._keys, self._values = rest
+        elif step.rest is not None:
             self._keys = mx.take_along_axis(self._keys, step.rest, axis=2)
             self._values = mx.take_along_axis(self._values, step.rest, axis=2)
         elif self._keys.shape[2] > BLOCK_TOKENS:
             # A copy, because a view would keep the whole chunk alive.
+            stop = most * BLOCK_TOKENS
             self._keys = sealing.copied(self._keys[:, :, stop:])
             self._values = sealing.copied(self._values[:, :, stop:])
 

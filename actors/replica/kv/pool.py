@@ -37,9 +37,12 @@ from ..kernels.sealing import Sealed, token_axes
 GROW_MIN, GROW_FRACTION = 16, 0.25
 """A full group grows by at least this many slots, and by at least this part of its slots, within its limit."""
 
-GROW_LIMIT_FRACTION, GROW_BYTES = 1 / 16, 2 * 2**30
+GROW_LIMIT_FRACTION, GROW_BYTES = 1 / 16, 8 * 2**30
 """On a GPU it also grows by at least this part of its limit, but not by more than so many bytes for this reason: each
 time all its blocks are copied, and recorded decode steps are recorded again."""
+
+REPLACED_BYTES = 64 * 2**20
+"""Arrays of this many bytes together are replaced at once on a GPU, if they are small: each time is a wait."""
 
 CHECKS, CHECK_PAUSE_S = 100, 0.01
 """How often a group is counted, with pauses between, before a mismatch counts as an error."""
@@ -327,12 +330,22 @@ class SlotGroup:
         self._layouts = {}
 
     def _replace(self, make: Callable[[mx.array], mx.array]) -> None:
+        made = list[mx.array]()
         for arrays in filter(None, self._arrays):
             for kind in range(len(arrays)):
                 arrays[kind] = make(arrays[kind])
-                # One at a time, so that little is held twice; MLX would keep the old ones for later.
-                mx.eval(arrays[kind])
-                mx.clear_cache()
+                made.append(arrays[kind])
+                # Few at a time, so that little is held twice.
+                if not self.kernels or sum(array.nbytes for array in made) >= REPLACED_BYTES:
+                    self._settle(made)
+        self._settle(made)
+
+    @staticmethod
+    def _settle(made: list[mx.array]) -> None:
+        """Computes arrays, and drops what they were made of: MLX would keep it for later."""
+        mx.eval(made)
+        made.clear()
+        mx.clear_cache()
 
     def arrays(self) -> list[mx.array]:
         """Returns everything that the group computes with."""

@@ -7,12 +7,14 @@ an open one, or `3.state.0` of a recurrent layer. Shapes are those of the slab's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import mlx.core as mx
 import numpy as np
 
 from ...protocol.entries import DTYPES, Part
+from ..device.device import on_cuda
 from ..kernels.sealing import Plain, Quantized, Sealed
 from ..kv.caches import LayerKind, LayerKV, ModelCacheSpec, Record, Records, Slab
 from ..kv.pool import Field, LayerFields
@@ -55,12 +57,25 @@ def completed(parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _parts_of_slab(slab: Slab) -> dict[str, np.ndarray]:
-    parts: dict[str, np.ndarray] = {}
+    arrays: dict[str, mx.array] = {}
     for index, entry in enumerate(slab.layers):
         if entry is not None:
             names = entry._fields if isinstance(entry, Sealed) else _PAIR
-            parts |= {f"{index}.{name}": to_numpy(array) for name, array in zip(names, entry, strict=True)}
-    return parts
+            arrays |= {f"{index}.{name}": array for name, array in zip(names, entry, strict=True)}
+    return in_one_piece(arrays) if on_cuda() else {name: to_numpy(array) for name, array in arrays.items()}
+
+
+def in_one_piece(arrays: Mapping[str, mx.array]) -> dict[str, np.ndarray]:
+    """As `to_numpy`, of many arrays. They leave a card together: one by one each would take 0.1 ms, in which no other
+    Python runs."""
+    if not arrays:
+        return {}
+    row = to_numpy(mx.concatenate([array.reshape(-1).view(mx.uint8) for array in arrays.values()]))
+    ends = accumulate(array.nbytes for array in arrays.values())
+    return {
+        name: row[end - array.nbytes : end].view(_STORED[array.dtype]).reshape(array.shape)
+        for (name, array), end in zip(arrays.items(), ends, strict=True)
+    }
 
 
 def _parts_of_record(record: Record) -> dict[str, np.ndarray]:

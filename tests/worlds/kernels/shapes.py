@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kernels import block_kernels, decode_kernel, sealing, sum_norm
+from satchel.actors.replica.kernels import block_kernels, decode_kernel, query_kernels, sealing, sum_norm
 from satchel.actors.replica.kernels.decode_views import KernelStep, KernelView, NewTokens
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.paged_batch import SLOTS_MIN
@@ -87,6 +87,11 @@ def launch(policy: str, dtype: mx.Dtype, dims: tuple[int, int]) -> None:
         records = mx.zeros((blocks, starts.pop()), mx.uint8)
         block_kernels.write_records(sealed, numbers, records, starts, order)
         block_kernels.read_records(sealed, numbers, order)
+        new, full = zeros(2, kv_heads, blocks, dims, dtype), [blocks - 1, 0]
+        block_kernels.append(zeros(2, kv_heads, BLOCK_TOKENS, dims, dtype), new, [3, 0], full, blocks * BLOCK_TOKENS)
+        spans = [(0, blocks, 2 * blocks)] * blocks
+        pieces = query_kernels.cut(mx.zeros((1, kv_heads, blocks, dims[0]), dtype), 0, spans)
+        query_kernels.join(pieces, spans)
         if seal.quantizes:
             block_kernels.unseal(sealed, numbers[None], *zeros(1, kv_heads, blocks, dims, dtype), seal, order)
 

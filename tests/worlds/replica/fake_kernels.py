@@ -37,6 +37,7 @@ def kernels() -> Iterator[None]:
         patch.setattr(block_kernels, "write_records", write_records)
         patch.setattr(block_kernels, "read_records", read_records)
         patch.setattr(block_kernels, "unseal", unseal)
+        patch.setattr(block_kernels, "append", append)
         patch.setattr(seal_kernel, "seal", seal)
         patch.setattr(sum_norm, "sum_norm", sum_and_norm)
         mx.disable_compile()
@@ -93,12 +94,43 @@ def attend(
 
 
 def seal(
-    keys: mx.array, values: mx.array, bits: tuple[int, int], groups: tuple[int, int], padded: int, scale: mx.Dtype
+    keys: mx.array,
+    values: mx.array,
+    blocks: int,
+    bits: tuple[int, int],
+    groups: tuple[int, int],
+    padded: int,
+    scale: mx.Dtype,
 ) -> list[mx.array]:
-    sealed = sealing.seal(keys, values, SealPolicy("", *bits, key_group=groups[0]))
+    sealed = sealing.seal(keys, values, SealPolicy("", *bits, key_group=groups[0]), blocks=blocks)
     assert isinstance(sealed, sealing.Quantized) and groups[1] == sealing.value_group(values.shape[3])
     assert padded == sealed.value_codes.shape[3] * 8 and scale == sealing.scale_dtype(keys.dtype)
     return list(sealed)
+
+
+def append(
+    old: tuple[mx.array, mx.array] | None,
+    new: tuple[mx.array, mx.array],
+    opened: Sequence[int],
+    full: Sequence[int],
+    columns: int,
+) -> tuple[list[mx.array], list[mx.array]]:
+    assert columns % BLOCK_TOKENS == 0
+    joined, rest = list[mx.array](), list[mx.array]()
+    for before, fresh in zip(old or (None, None), new, strict=True):
+        rows = []
+        for sequence, count in enumerate(opened):
+            assert before is not None or not count
+            own = [] if before is None else [before[sequence : sequence + 1, :, :count]]
+            row = mx.concatenate([*own, fresh[sequence : sequence + 1]], axis=2)[:, :, :columns]
+            rows.append(mx.pad(row, [(0, 0), (0, 0), (0, columns - row.shape[2]), (0, 0)]))
+        joined.append(mx.concatenate(rows))
+        wide = mx.pad(joined[-1], [(0, 0), (0, 0), (0, BLOCK_TOKENS), (0, 0)], mode="edge")
+        starts = [count * BLOCK_TOKENS for count in full]
+        rest.append(
+            mx.concatenate([wide[at : at + 1, :, first : first + BLOCK_TOKENS] for at, first in enumerate(starts)])
+        )
+    return joined, rest if any(full) else []
 
 
 def sum_and_norm(x: mx.array, y: mx.array, weight: mx.array, epsilon: mx.array) -> list[mx.array]:

@@ -215,6 +215,20 @@ def test_blocks_read_back_have_the_bytes_of_those_never_stored(
     assert not files.failures
 
 
+@pytest.mark.parametrize("policy", ["unsealed", "q4", "fp16"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_what_leaves_a_card_in_one_piece_is_the_same(policy: str, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch):
+    spec = spec_of(policy)
+    slab = slab_of(spec, 1, dtype, BLOCK_TOKENS)
+    alone = slab_codec.to_parts(spec, slab)
+    monkeypatch.setattr(slab_codec, "on_cuda", lambda: True)
+    together = slab_codec.to_parts(spec, slab)
+    assert list(together) == list(alone)
+    for name, array in alone.items():
+        assert (together[name].dtype, together[name].shape) == (array.dtype, array.shape)
+        assert np.array_equal(together[name], array, equal_nan=True) and together[name].flags.c_contiguous
+
+
 def test_numbers_that_begin_anywhere_and_layers_that_lack_a_part():
     """A GPU could not read a number where its record has it, and one that lacks a part is no slab."""
     spec = spec_of("unsealed")
