@@ -181,6 +181,20 @@ def seal(
     )
 
 
+def seal_into(
+    pool: Sealed,
+    slots: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    places: Sequence[tuple[int, int]],
+    policy: SealPolicy,
+    order: mx.array,
+) -> mx.array:
+    """Seals blocks into slots of a pool, as `seal_kernel.seal_into` says."""
+    bits, groups = (policy.key_bits, policy.value_bits), (policy.key_group, value_group(values.shape[3]))
+    return seal_kernel.seal_into(pool, slots, keys, values, places, bits, groups, order)
+
+
 def _by_blocks(array: mx.array, axis: int) -> mx.array:
     """Returns an array with its token axis divided into blocks and their tokens."""
     return array.reshape(*array.shape[:axis], -1, BLOCK_TOKENS, *array.shape[axis + 1 :])

@@ -22,7 +22,7 @@ import mlx.core as mx
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..kernels import block_kernels, decode_kernel, sealing
 from ..kernels.decode_views import DecodeView, KernelStep, KernelView, NewTokens, padded_rows
-from ..kernels.sealing import SealPolicy
+from ..kernels.sealing import Sealed, SealPolicy
 from .paged_batch import PagedBatch, Reads
 from .pool import BlockTable, SlotGroup, slots_of
 from .steps import Step, mask_of, seen_of, step_of
@@ -476,24 +476,12 @@ class PagedKVCache:
             return
         assert self._keys is not None and self._values is not None
         sequences = [sequence for sequence, full in enumerate(step.full) if full]
-        keys, values = self._open()
-        if len(sequences) < len(step.full):
-            which = (
-                slice(sequences[0], sequences[-1] + 1)
-                if sequences[-1] - sequences[0] + 1 == len(sequences)
-                else mx.array(sequences)
-            )
-            keys, values = keys[which], values[which]
-        # All sequences at once: a device takes as long for an operation on one sequence as on all.
-        fresh = slots_of(sealing.seal(keys, values, self.policy, blocks=most, kernels=self._group.kernels), most)
-        # If a sequence fills fewer blocks, its others are not blocks.
-        real = [
-            index * most + block for index, sequence in enumerate(sequences) for block in range(step.full[sequence])
-        ]
-        if len(real) < len(sequences) * most:
-            which = mx.array(real, mx.uint32)
-            fresh = fresh._make(array[which] for array in fresh)
-        self._group.write(self._place, self._fresh_slots(step, before, sequences), fresh)
+        slots = self._fresh_slots(step, before, sequences)
+        if self._group.kernels and self.policy.quantizes:
+            places = [(sequence, block) for sequence in sequences for block in range(step.full[sequence])]
+            self._group.seal(self._place, slots, (self._keys, self._values), places, self.policy)
+        else:
+            self._group.write(self._place, slots, self._sealed(step, sequences, most))
         if rest:
             self._keys, self._values = rest
         elif step.rest is not None:
@@ -504,6 +492,27 @@ class PagedKVCache:
             stop = most * BLOCK_TOKENS
             self._keys = sealing.copied(self._keys[:, :, stop:])
             self._values = sealing.copied(self._values[:, :, stop:])
+
+    def _sealed(self, step: Step, sequences: list[int], most: int) -> Sealed:
+        """Returns the blocks that became full, sequence after sequence; of these sequences at most `most` each."""
+        keys, values = self._open()
+        if len(sequences) < len(step.full):
+            which = (
+                slice(sequences[0], sequences[-1] + 1)
+                if sequences[-1] - sequences[0] + 1 == len(sequences)
+                else mx.array(sequences)
+            )
+            keys, values = keys[which], values[which]
+        # All sequences at once: a device takes as long for an operation on one sequence as on all.
+        fresh = slots_of(sealing.seal(keys, values, self.policy, blocks=most), most)
+        # If a sequence fills fewer blocks, its others are not blocks.
+        real = [
+            index * most + block for index, sequence in enumerate(sequences) for block in range(step.full[sequence])
+        ]
+        if len(real) < len(sequences) * most:
+            which = mx.array(real, mx.uint32)
+            fresh = fresh._make(array[which] for array in fresh)
+        return fresh
 
     def _fresh_slots(self, step: Step, before: list[int], sequences: Sequence[int]) -> mx.array:
         def make() -> mx.array:

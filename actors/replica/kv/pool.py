@@ -31,8 +31,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..kernels import block_kernels
-from ..kernels.sealing import Sealed, token_axes
+from ..kernels import block_kernels, sealing
+from ..kernels.sealing import Sealed, SealPolicy, token_axes
 
 GROW_MIN, GROW_FRACTION = 16, 0.25
 """A full group grows by at least this many slots, and by at least this part of its slots, within its limit."""
@@ -180,6 +180,29 @@ class SlotGroup:
         for array, new in zip(arrays, blocks, strict=True):
             # In place, because nothing else refers to the array.
             array[slots] = new
+
+    def seal(
+        self,
+        place: int,
+        slots: mx.array,
+        tokens: tuple[mx.array, mx.array],
+        places: Sequence[tuple[int, int]],
+        policy: SealPolicy,
+    ) -> None:
+        """Seals blocks of a layer into slots by a kernel, which the pool must have, if the policy has codes.
+
+        Args:
+            slots: (n,) uint32, their numbers.
+            tokens: keys and values, (sequences, kv_heads, columns, dim).
+            places: n pairs of a sequence, and the number of a block among its columns.
+        """
+        keys, values = tokens
+        sizes = keys.shape[1], keys.shape[3], values.shape[3]
+        like = block_kernels.empty_slot(*sizes, keys.dtype, policy)
+        arrays = self._begun(place, type(like), [(array.shape, array.dtype) for array in like])
+        self._written[place] = sealing.seal_into(
+            like._make(arrays), slots, keys, values, places, policy, self._written[place]
+        )
 
     def write_records(
         self, slots: Sequence[Slot], layers: Sequence[LayerFields], records: np.ndarray | mx.array

@@ -93,6 +93,7 @@ def launch(policy: str, dtype: mx.Dtype, dims: tuple[int, int]) -> None:
         pieces = query_kernels.cut(mx.zeros((1, kv_heads, blocks, dims[0]), dtype), 0, spans)
         query_kernels.join(pieces, spans)
         if seal.quantizes:
+            sealing.seal_into(sealed, numbers, *fresh, [(0, at) for at in range(blocks)], seal, order)
             block_kernels.unseal(sealed, numbers[None], *zeros(1, kv_heads, blocks, dims, dtype), seal, order)
 
 

@@ -39,6 +39,7 @@ def kernels() -> Iterator[None]:
         patch.setattr(block_kernels, "unseal", unseal)
         patch.setattr(block_kernels, "append", append)
         patch.setattr(seal_kernel, "seal", seal)
+        patch.setattr(seal_kernel, "seal_into", seal_into)
         patch.setattr(sum_norm, "sum_norm", sum_and_norm)
         mx.disable_compile()
         try:
@@ -106,6 +107,26 @@ def seal(
     assert isinstance(sealed, sealing.Quantized) and groups[1] == sealing.value_group(values.shape[3])
     assert padded == sealed.value_codes.shape[3] * 8 and scale == sealing.scale_dtype(keys.dtype)
     return list(sealed)
+
+
+def seal_into(
+    pool: Sequence[mx.array],
+    slots: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    places: Sequence[tuple[int, int]],
+    bits: tuple[int, int],
+    groups: tuple[int, int],
+    order: mx.array,
+) -> mx.array:
+    policy = SealPolicy("", *bits, key_group=groups[0])
+    spans = [
+        (slice(row, row + 1), slice(None), slice(at * BLOCK_TOKENS, (at + 1) * BLOCK_TOKENS)) for row, at in places
+    ]
+    keys, values = (mx.concatenate([array[span] for span in spans]) for array in (keys, values))
+    sealed = sealing.seal(keys, values, policy)
+    assert isinstance(sealed, sealing.Quantized)
+    return write(sealing.Quantized(*pool), slots, sealed, order)
 
 
 def append(

@@ -9,7 +9,8 @@ import mlx.core as mx
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kernels import block_kernels, query_kernels
+from satchel.actors.replica.kernels import block_kernels, query_kernels, sealing
+from satchel.actors.replica.kernels.sealing import POLICIES, SealPolicy
 from satchel.actors.replica.kv import query_pieces
 from tests.worlds.kernels import cuda_on_cpu, emulator
 from tests.worlds.replica import fake_kernels
@@ -55,6 +56,29 @@ def test_new_tokens_come_behind_the_old_ones(seed: int):
         for one, other in zip(rest, wanted_rest, strict=True):
             assert mx.array_equal(one[sequence, :, :real], other[sequence, :, :real])
             assert mx.all(mx.isfinite(one)).item()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES.values() if policy.quantizes], ids=str)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_blocks_are_sealed_into_their_slots_and_no_others(policy: SealPolicy, dtype: mx.Dtype):
+    dims, slots, columns = (64, 40), 7, 3 * BLOCK_TOKENS
+    keys, values = drawn(3, 2, columns, dims[0], dtype), drawn(3, 2, columns, dims[1], dtype)
+    pool = [
+        mx.zeros((slots, *array.shape[1:]), array.dtype) for array in block_kernels.empty_slot(2, *dims, dtype, policy)
+    ]
+    mx.eval(pool, keys, values)
+    places, numbers = [(2, 1), (0, 0), (0, 2), (1, 0)], [5, 0, 3, 2]
+    done = sealing.seal_into(
+        sealing.Quantized(*pool), mx.array(numbers, mx.uint32), keys, values, places, policy, mx.zeros((1,), mx.uint32)
+    )
+    assert done.item() == 0
+    for (sequence, block), number in zip(places, numbers, strict=True):
+        span = (slice(sequence, sequence + 1), slice(None), slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS))
+        alone = sealing.seal(keys[span], values[span], policy, kernels=True)
+        for array, wanted in zip(pool, alone, strict=True):
+            assert mx.array_equal(array[number], wanted[0])
+    assert not any(mx.any(array[mx.array([1, 4, 6])]).item() for array in pool)
 
 
 @pytest.mark.usefixtures("launched")

@@ -132,7 +132,8 @@ def unordered(run: Callable[[mx.array], list[mx.array]]) -> list[str]:
     assert writers
     for writer in writers:
         inputs = [name for name, *_ in operations[writer]["inputs"]]
-        kinds = int(titled(operations[writer]).removeprefix(WRITERS).removeprefix("records_").partition("_")[0])
+        name = titled(operations[writer]).removeprefix(WRITERS)
+        kinds = int(name.removeprefix("records_").removeprefix("sealed_").partition("_")[0])
         for name in inputs[:kinds]:
             for user in users[memory_of(name)] - {writer}:
                 read = read or user not in writers
