@@ -69,6 +69,7 @@ MEMORY
   const int news = counts[token], old = tl - news, first_new = token - news + 1;
   const int hide = hidden[token];
   const long head0 = (long)rk * G + chunk * GC;
+EARLY
   // The queries, and the new keys behind them, rounded as the model's own operations round.
   SHARED_POINTER float* k_s = q_s + GC * DK;
   for (int h = WARP; h < GC + news; h += NW) {
@@ -426,12 +427,12 @@ def _plan(
     template += [("KV", kv_heads), ("G", grouped), ("GC", together), ("FM", most)]
     template += [*zip(("KB", "KG"), coded, strict=True), ("SINKS", sinks)]
     template += zip(("QN", "KN", "ROPE", "NEXT", "POWERS"), left, strict=True)
-    name, memory, units, bounds = f"{kind.__name__.lower()}_decode", _MEMORY, _UNITS, {}
+    name, texts, bounds = f"{kind.__name__.lower()}_decode", {"MEMORY": _MEMORY, "EARLY": "", "UNITS": _UNITS}, {}
     if tensor:
-        name, memory, units = f"{name}_tensor", decode_tensor.MEMORY, decode_tensor.units()
-        bounds = decode_tensor.bounds(WARPS * 32)
-    body = _BODY.replace("MEMORY\n", memory).replace("UNITS\n", units)
-    body = f"  #define PLAIN {int(plain)}\n{body}"
+        name, texts, bounds = f"{name}_tensor", decode_tensor.texts(), decode_tensor.bounds(WARPS * 32)
+    body = f"  #define PLAIN {int(plain)}\n{_BODY}"
+    for place, text in texts.items():
+        body = body.replace(f"{place}\n", text)
     read = (*_ROWS[0], *kind._fields, *_ROWS[1], *_NUMBERS)
     one = kernel(f"{name}_one", read, ("out",), body.replace("FINISH", _FINISH_ONE), **bounds)
     parts = kernel(f"{name}_parts", read, _PARTS, body.replace("FINISH", _FINISH_PART), **bounds)

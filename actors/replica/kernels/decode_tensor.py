@@ -27,8 +27,15 @@ KEYS_AT_ONCE = 4
 VALUES_AT_ONCE = 2
 """How many steps of 16 tokens' values are unrolled, of four."""
 
+KEYS_AHEAD = False
+"""Whether all of a unit's key codes are loaded before the first are multiplied; all steps of keys are unrolled then."""
+
 VALUES_AHEAD = False
 """Whether a unit's value codes are loaded before its keys are multiplied; all steps of values are unrolled then."""
+
+PREFETCHED = 0
+"""Which units are fetched into the device's cache before they are loaded: 0 for none, 1 for a warp's first, while the
+queries are computed, 2 for all."""
 
 GROUPS_AT_ONCE = 0
 """For how many groups of threads a multiprocessor must have registers; 0 if the compiler decides."""
@@ -52,6 +59,31 @@ MEMORY = """\
   float* const q_s = (float*)queries_s; float* const buf = (float*)buf_s;
 """
 """What the kernel shares, aligned to four numbers."""
+
+_EARLY = """\
+  #ifdef __CUDA_ARCH__
+  #define FETCH(address) asm volatile("prefetch.global.L2 [%0];" : : "l"(address))
+  #else
+  #define FETCH(address) (void)(address)
+  #endif
+  // A warp's units are all the same quarters of blocks. It fetches a quarter of a block's key scales, too.
+  auto fetch = [&](unsigned int slot) {
+    const long base = (long)slot * KV + kvh, row0 = base * 256 + WARP * 64, scales0 = (base * NW + WARP) * (DK * KS / NW);
+    for (int d = LANE; d < DK; d += 32) FETCH(key_codes + (base * DK + d) * KW + WARP * 8);
+    for (int i = LANE * 16; i < DK * KS / NW; i += 512) { FETCH(key_scales + scales0 + i); FETCH(key_biases + scales0 + i); }
+    for (int i = LANE * 8; i < 64 * WD; i += 256) FETCH(value_codes + row0 * WD + i);
+    for (int i = LANE * 16; i < PV; i += 512) {
+      FETCH(value_scales + row0 * (PV / 64) + i);
+      FETCH(value_biases + row0 * (PV / 64) + i);
+    }
+  };
+  const unsigned int* blocks = slots + begins[token];
+  unsigned int slot_next = 0;
+  if (split * NW + (int)WARP < 4 * nb) {
+    slot_next = blocks[split];
+    if (PREFETCHED) fetch(slot_next);
+  }
+"""
 
 _UNITS = """\
   constexpr int NV = PV / 64;
@@ -94,9 +126,6 @@ _UNITS = """\
     #pragma unroll
     for (int i = 0; i < 16; i++) acc[v][i >> 2][i & 3] = 0.f;
   }
-  const unsigned int* blocks = slots + begins[token];
-  unsigned int slot_next = 0;
-  if (split * NW + (int)WARP < 4 * nb) slot_next = blocks[(split * NW + WARP) >> 2];
   for (int u = split * NW + WARP; u < 4 * nb + tu; u += S * NW) {
     const bool sealed = u < 4 * nb;
     const int quarter = u & 3, column0 = (u - 4 * nb) * 32;
@@ -104,19 +133,24 @@ _UNITS = """\
     if (u + S * NW < 4 * nb) slot_next = blocks[(u + S * NW) >> 2];
     const long row0 = base * 256 + quarter * 64 + 4 * q;
     const unsigned int* values_from = value_codes + row0 * WD + g;
-    unsigned int ahead[AHEAD ? 4 : 1][NV][4];
+    unsigned int ahead[VALUES_AHEAD ? 4 : 1][NV][4];
     float sc[8];
     if (sealed) {
-      if (AHEAD) {
+      if (VALUES_AHEAD) {
         #pragma unroll
         for (int i = 0; i < 16 * NV; i++) {
           const int k = i / (4 * NV), v = i / 4 % NV, j = i & 3;
-          ahead[AHEAD ? k : 0][v][j] = values_from[(16 * k + j) * WD + 8 * v];
+          ahead[VALUES_AHEAD ? k : 0][v][j] = values_from[(16 * k + j) * WD + 8 * v];
         }
       }
       const unsigned int* codes = key_codes + base * DK * KW + 4 * q * KW + quarter * 8 + g;
       const long scales_at = base * DK * KS + 4 * q * KS + (quarter * 64 + (g & 1) * 32) / KG;
       const float4* from = queries_s + (theirs * DK >> 2) + q;
+      unsigned int keys[KEYS_AHEAD ? DK / 16 : 1][4];
+      if (KEYS_AHEAD) {
+        #pragma unroll
+        for (int i = 0; i < DK / 4; i++) keys[KEYS_AHEAD ? i >> 2 : 0][i & 3] = codes[(4 * (i & ~3) + (i & 3)) * KW];
+      }
       float c[4][4], bias = 0.f;
       #pragma unroll
       for (int i = 0; i < 16; i++) c[i >> 2][i & 3] = 0.f;
@@ -124,7 +158,7 @@ _UNITS = """\
       for (int k = 0; k < DK / 16; k++) {
         unsigned int w[4];
         #pragma unroll
-        for (int j = 0; j < 4; j++) w[j] = codes[(16 * k + j) * KW];
+        for (int j = 0; j < 4; j++) w[j] = KEYS_AHEAD ? keys[KEYS_AHEAD ? k : 0][j] : codes[(16 * k + j) * KW];
         const float4 four = from[4 * k];
         const float x[4] = {four.x, four.y, four.z, four.w};
         float f[4], r[4];
@@ -161,6 +195,7 @@ _UNITS = """\
         const float x = (g & 4 ? c[j & 3][at + 1] : c[j & 3][at]) + offset;
         sc[j] = first + j < hide ? LOW : x;
       }
+      if (PREFETCHED == 2 && u + S * NW < 4 * nb) fetch(slot_next);
       // The block's first token, as computed.
       if (quarter == 0) {
         float x = 0.f;
@@ -238,7 +273,7 @@ _UNITS = """\
         #pragma unroll
         for (int i = 0; i < 4 * NV; i++) {
           const int v = i >> 2, j = i & 3;
-          w[v][j] = AHEAD ? ahead[AHEAD ? k : 0][v][j] : values_from[(16 * k + j) * WD + 8 * v];
+          w[v][j] = VALUES_AHEAD ? ahead[VALUES_AHEAD ? k : 0][v][j] : values_from[(16 * k + j) * WD + 8 * v];
         }
         const float4 four = from[4 * k];
         const float x[4] = {four.x, four.y, four.z, four.w};
@@ -323,14 +358,19 @@ _UNITS = """\
 """
 
 
-def units() -> str:
-    """Returns the text that takes the place of the decode kernel's own for units."""
-    values = 4 if VALUES_AHEAD else VALUES_AT_ONCE
-    numbers = {"KEYS_AT_ONCE": KEYS_AT_ONCE, "VALUES_AT_ONCE": values, "AHEAD": int(VALUES_AHEAD)}
-    text = _UNITS
+def texts() -> dict[str, str]:
+    """Returns what takes the places of the decode kernel's own text."""
+    numbers = {
+        "KEYS_AT_ONCE": 16 if KEYS_AHEAD else KEYS_AT_ONCE,
+        "VALUES_AT_ONCE": 4 if VALUES_AHEAD else VALUES_AT_ONCE,
+        "KEYS_AHEAD": int(KEYS_AHEAD),
+        "VALUES_AHEAD": int(VALUES_AHEAD),
+        "PREFETCHED": PREFETCHED,
+    }
+    found = {"MEMORY": MEMORY, "EARLY": _EARLY, "UNITS": _UNITS}
     for name, number in numbers.items():
-        text = text.replace(name, str(number))
-    return text
+        found = {place: text.replace(name, str(number)) for place, text in found.items()}
+    return found
 
 
 def bounds(threads: int) -> dict[str, tuple[int, int]]:

@@ -82,7 +82,9 @@ def test_it_agrees_with_the_reference(
     whole: bool,
     tensor_cores: pytest.MonkeyPatch,
 ):
-    tensor_cores.setattr(decode_tensor, "VALUES_AHEAD", ahead)
+    for name in ("KEYS_AHEAD", "VALUES_AHEAD"):
+        tensor_cores.setattr(decode_tensor, name, ahead)
+    tensor_cores.setattr(decode_tensor, "PREFETCHED", 2 * ahead)
     if whole:
         tensor_cores.setattr(decode_views, "GROUPS_WANTED", 1)
     assert error_of(grouped, dims, dtype, window) <= BOUND
