@@ -68,9 +68,13 @@ _EARLY = """\
   #endif
   // A warp's units are all the same quarters of blocks. It fetches a quarter of a block's key scales, too.
   auto fetch = [&](unsigned int slot) {
-    const long base = (long)slot * KV + kvh, row0 = base * 256 + WARP * 64, scales0 = (base * NW + WARP) * (DK * KS / NW);
+    const long base = (long)slot * KV + kvh, row0 = base * 256 + WARP * 64;
+    const long scales0 = (base * NW + WARP) * (DK * KS / NW);
     for (int d = LANE; d < DK; d += 32) FETCH(key_codes + (base * DK + d) * KW + WARP * 8);
-    for (int i = LANE * 16; i < DK * KS / NW; i += 512) { FETCH(key_scales + scales0 + i); FETCH(key_biases + scales0 + i); }
+    for (int i = LANE * 16; i < DK * KS / NW; i += 512) {
+      FETCH(key_scales + scales0 + i);
+      FETCH(key_biases + scales0 + i);
+    }
     for (int i = LANE * 8; i < 64 * WD; i += 256) FETCH(value_codes + row0 * WD + i);
     for (int i = LANE * 16; i < PV; i += 512) {
       FETCH(value_scales + row0 * (PV / 64) + i);
@@ -79,9 +83,14 @@ _EARLY = """\
   };
   const unsigned int* blocks = slots + begins[token];
   unsigned int slot_next = 0;
-  if (split * NW + (int)WARP < 4 * nb) {
+  const int unit0 = split * NW + (int)WARP;
+  if (unit0 < 4 * nb) {
     slot_next = blocks[split];
     if (PREFETCHED) fetch(slot_next);
+  } else if (PREFETCHED && (unit0 - 4 * nb) * 32 + (int)LANE < tl) {
+    const long row = ((long)owners[token] * KV + kvh) * 256 + (unit0 - 4 * nb) * 32 + (int)LANE;
+    for (int d = 0; d < DK; d += 16) FETCH((const T*)tail_keys + row * DK + d);
+    for (int d = 0; d < DV; d += 16) FETCH((const T*)tail_values + row * DV + d);
   }
 """
 
@@ -95,16 +104,18 @@ _UNITS = """\
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) \\
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
   #define FROM(x, lane) __shfl_sync(0xffffffffu, x, lane)
-  // The upper halves of two numbers, which are bfloat16 numbers, and what these lack.
+  // The upper halves of two numbers, which are bfloat16 numbers; and what these lack, rounded if `half` is 0x8000, for
+  // errors of one sign would add up.
   #define UPPERS(x, y) __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632)
-  #define REST(x, bits) (x - __uint_as_float(__float_as_uint(x) & (bits)))
+  #define REST(x, bits, half) \\
+    __uint_as_float(__float_as_uint(x - __uint_as_float(__float_as_uint(x) & (bits))) + (half))
   #define CODES(x, i) (((i ? x >> (4 * i - (i > 0 ? 3 : 0)) : x << 3) & CODE) | HIGH)
   union Eight { uint4 words; T x[8]; };
   union Scales { uint4 words; P x[8]; };
   const int g = LANE >> 2, q = LANE & 3;
   // The head of a lane's result, and that of the column that it fills.
   const int own = q < GC ? q : GC - 1, theirs = g / 2 < GC ? g / 2 : GC - 1;
-  const unsigned int second = g & 1 ? UPPER : 0u;
+  const unsigned int second = g & 1 ? UPPER : 0u, half = g & 1 ? 0x8000u : 0u;
   const int probs = WARP * GC * BW;
   const bool aligned =
       (((unsigned long long)tail_keys | (unsigned long long)tail_values | (unsigned long long)new_values) & 15) == 0;
@@ -168,7 +179,7 @@ _UNITS = """\
           const float b = static_cast<float>(key_biases[scales_at + (16 * k + j) * KS]);
           f[j] = x[j] * s;
           bias += x[j] * b - 16.f * f[j];
-          r[j] = REST(f[j], UPPER);
+          r[j] = REST(f[j], UPPER, 0x8000u);
         }
         const unsigned int b0 = UPPERS(f[0], f[1]), b1 = UPPERS(f[2], f[3]);
         const unsigned int r0 = UPPERS(r[0], r[1]), r1 = UPPERS(r[2], r[3]);
@@ -299,7 +310,7 @@ _UNITS = """\
             const float scale = static_cast<float>(s[at / 8].x[at % 8]);
             const float f = x[j] * scale;
             shift[v] += x[j] * (static_cast<float>(b[at / 8].x[at % 8]) - 16.f * scale);
-            r[j] = REST(f, second);
+            r[j] = REST(f, second, half);
           }
           const unsigned int b0 = UPPERS(r[0], r[1]), b1 = UPPERS(r[2], r[3]);
           const unsigned int low0 = __byte_perm(w[v][0], w[v][1], 0x5410);

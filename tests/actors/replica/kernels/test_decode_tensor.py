@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 
 import mlx.core as mx
 import pytest
@@ -26,7 +25,7 @@ FAULTS = {
     "a lane fills another head's column": ("GC ? g / 2 :", "GC ? g % 4 :"),
     "scales of other tokens are taken": ("(g & 1) * 32) / KG", "(g & 2) * 16) / KG"),
     "halves of the sum are left out": ("shift[v] += XOR(shift[v], 2);", ""),
-    "values lack what the upper halves lack": ("REST(f, second);", "f;"),
+    "values lack what the upper halves lack": ("REST(f, second, half);", "f;"),
     "an offset goes to other heads": ("8 * q + (g & 4)", "8 * q"),
     "the first token is as coded": ("if (g == 0) sc[0]", "if (g == 9) sc[0]"),
     "a draft's values are read from the open block": ("fresh = column >= old;", "fresh = false;"),
