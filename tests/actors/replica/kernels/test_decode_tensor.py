@@ -122,8 +122,21 @@ def test_what_fits():
     assert policies == {"q4"}
 
 
-def test_heads_that_share_a_group(monkeypatch: pytest.MonkeyPatch):
-    together = {
-        grouped: decode_kernel._together(grouped, 128, 128, 1, decode_tensor.HEADS_MOST) for grouped in range(1, 9)
-    }
-    assert together == {1: 1, 2: 2, 3: 3, 4: 4, 5: 1, 6: 3, 7: 1, 8: 4}
+def test_few_heads_share_a_group_and_a_single_one_of_several_takes_no_tensor_core(tensor_cores: pytest.MonkeyPatch):
+    shared: dict[int, tuple[int, bool]] = {}
+    for grouped in range(1, 9):
+        texts: list[str] = []
+
+        def noted(name: str, inputs: object, outputs: object, body: str, noted: list[str] = texts, **bounds: object):
+            noted.append(body)
+            assert bounds == ({"bounds": (128, 4)} if "mma.sync" in body else {})
+
+        tensor_cores.setattr(decode_tensor, "GROUPS_AT_ONCE", 4)
+        tensor_cores.setattr(decode_kernel, "kernel", noted)
+        decode_kernel._plan.cache_clear()
+        types, left = (mx.bfloat16, mx.bfloat16), (False, False, 0, False, False)
+        plan = decode_kernel._plan(Quantized, types, (128, 128, 2, grouped), (4, 32), left, 1, sinks=False)
+        shared[grouped] = dict(plan.template)["GC"], "mma.sync" in texts[0]
+        assert plan.chunks == grouped // shared[grouped][0]
+    together = [1, 2, 3, 4, 5, 3, 7, 4]
+    assert shared == {at: (count, count <= decode_tensor.HEADS_MOST) for at, count in enumerate(together, 1)}
