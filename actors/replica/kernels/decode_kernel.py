@@ -22,10 +22,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from . import decode_tensor
 from .decode_views import NEW_MOST, WARPS, KernelView
 from .gpu_kernels import kernel
 from .head_transform import NOTHING, HeadTransform
 from .sealing import Plain, Sealed, SealPolicy, value_group
+
+TENSOR_CORES = False
+"""Whether tensor cores read the units of blocks that fit (`decode_tensor.py`)."""
 
 SHARED_BYTES_MAX = 30 * 2**10
 """Bytes of shared memory that a group may use: Metal has 32 KiB."""
@@ -47,8 +51,7 @@ _BODY = """
   union Eight { uint4 words[EW]; P x[8]; };
   #define READ(eight, from) Eight eight; for (int i = 0; i < EW; i++) eight.words[i] = (from)[i];
   #endif
-  SHARED float q_s[(GC + FM) * DK];
-  SHARED float buf[NW * GC * BW];
+MEMORY
   SHARED float rm[NW * GC];
   SHARED float rl[NW * GC];
   const int tokens = numbers[0];
@@ -66,6 +69,7 @@ _BODY = """
   const int news = counts[token], old = tl - news, first_new = token - news + 1;
   const int hide = hidden[token];
   const long head0 = (long)rk * G + chunk * GC;
+EARLY
   // The queries, and the new keys behind them, rounded as the model's own operations round.
   SHARED_POINTER float* k_s = q_s + GC * DK;
   for (int h = WARP; h < GC + news; h += NW) {
@@ -106,6 +110,28 @@ _BODY = """
     for (int i = THREAD; i < DV; i += NW * 32) to_values[to * DV + i] = new_values[(long)rk * DV + i];
   }
   SYNC();
+UNITS
+  SYNC();
+  for (int i = THREAD; i < GC * DV; i += NW * 32) {
+    const int g = i / DV, d = i % DV;
+    float top = LOW;
+    for (int w = 0; w < NW; w++) top = MAX(top, rm[w * GC + g]);
+    float o = 0.f, total = 0.f;
+    for (int w = 0; w < NW; w++) {
+      const float e = EXP(rm[w * GC + g] - top);
+      o += e * buf[(w * GC + g) * BW + d]; total += e * rl[w * GC + g];
+    }
+    const long head = head0 + g;
+    FINISH
+  }
+"""
+
+_MEMORY = """\
+  SHARED float q_s[(GC + FM) * DK];
+  SHARED float buf[NW * GC * BW];
+"""
+
+_UNITS = """\
   float m[GC], l[GC], acc[GC][8];
   for (int g = 0; g < GC; g++) { m[g] = LOW; l[g] = 0.f; for (int j = 0; j < 8; j++) acc[g][j] = 0.f; }
   const int word = LANE % LPT, half_ = LANE / LPT;
@@ -266,19 +292,6 @@ _BODY = """
     if (half_ == 0 && word < WD) for (int j = 0; j < 8; j++) buf[probs + g * BW + word * 8 + j] = acc[g][j];
     if (LANE == 0) { rm[WARP * GC + g] = m[g]; rl[WARP * GC + g] = l[g]; }
   }
-  SYNC();
-  for (int i = THREAD; i < GC * DV; i += NW * 32) {
-    const int g = i / DV, d = i % DV;
-    float top = LOW;
-    for (int w = 0; w < NW; w++) top = MAX(top, rm[w * GC + g]);
-    float o = 0.f, total = 0.f;
-    for (int w = 0; w < NW; w++) {
-      const float e = EXP(rm[w * GC + g] - top);
-      o += e * buf[(w * GC + g) * BW + d]; total += e * rl[w * GC + g];
-    }
-    const long head = head0 + g;
-    FINISH
-  }
 """
 
 _FINISH_ONE = """
@@ -395,7 +408,12 @@ def _plan(
     if plain and value_dim % 8:
         raise ValueError(f"the kernel needs a multiple of eight value channels per head, not {value_dim}")
     dtype, padded = types[0], value_dim if plain else -(-value_dim // 32) * 32
+    tensor = TENSOR_CORES and _has_tensor_cores() and decode_tensor.fits(kind, types, (key_dim, value_dim), coded)
     together = _together(grouped, key_dim, padded, most)
+    if tensor:
+        fewer = _together(grouped, key_dim, padded, most, decode_tensor.HEADS_MOST)
+        # A single head of several wastes columns.
+        tensor, together = (True, fewer) if fewer > 1 or together == 1 else (False, together)
     if not together:
         raise ValueError(f"heads of {key_dim} channels are too large for {most} new tokens of a sequence")
     template = [
@@ -409,10 +427,15 @@ def _plan(
     template += [("KV", kv_heads), ("G", grouped), ("GC", together), ("FM", most)]
     template += [*zip(("KB", "KG"), coded, strict=True), ("SINKS", sinks)]
     template += zip(("QN", "KN", "ROPE", "NEXT", "POWERS"), left, strict=True)
-    name, body = f"{kind.__name__.lower()}_decode", f"  #define PLAIN {int(plain)}\n{_BODY}"
+    name, texts, bounds = f"{kind.__name__.lower()}_decode", {"MEMORY": _MEMORY, "EARLY": "", "UNITS": _UNITS}, {}
+    if tensor:
+        name, texts, bounds = f"{name}_tensor", decode_tensor.texts(), decode_tensor.bounds(WARPS * 32)
+    body = f"  #define PLAIN {int(plain)}\n{_BODY}"
+    for place, text in texts.items():
+        body = body.replace(f"{place}\n", text)
     read = (*_ROWS[0], *kind._fields, *_ROWS[1], *_NUMBERS)
-    one = kernel(f"{name}_one", read, ("out",), body.replace("FINISH", _FINISH_ONE))
-    parts = kernel(f"{name}_parts", read, _PARTS, body.replace("FINISH", _FINISH_PART))
+    one = kernel(f"{name}_one", read, ("out",), body.replace("FINISH", _FINISH_ONE), **bounds)
+    parts = kernel(f"{name}_parts", read, _PARTS, body.replace("FINISH", _FINISH_PART), **bounds)
     join = kernel("decode_join", (*_PARTS, "numbers", "sinks"), ("out",), _JOIN)
     joined = [("T", dtype), ("DV", value_dim), ("HEADS", kv_heads * grouped), ("SINKS", sinks)]
     return _Kernels(grouped // together, one, parts, template, join, joined)
@@ -424,11 +447,11 @@ def takes_drafts(dims: tuple[int, int]) -> bool:
     return _together(1, dims[0], -(-dims[1] // 32) * 32, NEW_MOST) > 0
 
 
-def _together(grouped: int, key_dim: int, padded: int, new: int) -> int:
+def _together(grouped: int, key_dim: int, padded: int, new: int, most: int = 8) -> int:
     """Returns how many query heads of a KV head share a group of threads: as many as fit into its memory beside `new`
-    keys, at most 8; 0 if none does."""
+    keys, at most `most`; 0 if none does."""
     each = 4 * (key_dim + WARPS * max(64, padded) + 2 * WARPS)
-    most = min(8, (SHARED_BYTES_MAX - 4 * key_dim * new) // each)
+    most = min(most, (SHARED_BYTES_MAX - 4 * key_dim * new) // each)
     return next((count for count in range(min(most, grouped), 0, -1) if grouped % count == 0), 0)
 
 
@@ -436,6 +459,11 @@ def _together(grouped: int, key_dim: int, padded: int, new: int) -> int:
 def _unchanged(scale: float) -> mx.array:
     """Returns the kernel's constants if the model leaves nothing to it."""
     return mx.array([scale, *NOTHING.constants], mx.float32)
+
+
+def _has_tensor_cores() -> bool:
+    """Whether the device is one of CUDA that multiplies bfloat16 numbers."""
+    return mx.cuda.is_available() and int(mx.device_info()["compute_capability_major"]) >= 8
 
 
 def _left(transform: HeadTransform) -> tuple[bool, bool, int, bool, bool]:

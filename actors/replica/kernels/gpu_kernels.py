@@ -119,12 +119,16 @@ def is_available() -> bool:
 
 
 @cache
-def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Any:
+def kernel(
+    name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str, bounds: tuple[int, int] | None = None
+) -> Any:
     """Returns a function that launches a kernel. It takes the arguments of `mx.fast.metal_kernel`'s result.
 
     Args:
         name: a unique name.
         body: the body of the kernel's function; `GROUP`, `THREAD` and the like are defined in the preludes.
+        bounds: how many threads a group has, and for how many groups a multiprocessor must have registers. NVRTC uses
+            fewer registers if it must.
     """
     if mx.metal.is_available():
         return mx.fast.metal_kernel(
@@ -134,12 +138,12 @@ def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: s
         return mx.fast.cuda_kernel(
             name=f"satchel_{name}", input_names=list(inputs), output_names=list(outputs), source=_CUDA + body
         )
-    return _CudaKernel(name, inputs, outputs, body)
+    return _CudaKernel(name, inputs, outputs, body, "" if bounds is None else f"__launch_bounds__{bounds} ")
 
 
 class _CudaKernel:
-    def __init__(self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> None:
-        self._name, self._inputs, self._outputs, self._body = name, inputs, outputs, body
+    def __init__(self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str, bounds: str) -> None:
+        self._name, self._inputs, self._outputs, self._body, self._bounds = name, inputs, outputs, body, bounds
         self._compiled: dict[Any, tuple[str, bytes]] = {}
 
     def __call__(
@@ -181,8 +185,8 @@ class _CudaKernel:
         )
         text = f"({', '.join(parameters)}) {{\n{constants}{_CUDA}{self._body}\n}}\n"
         # MLX identifies a kernel only by its name.
-        name = f"satchel_{self._name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        return name, _kept(name, f'{_CUDA_TYPES}extern "C" __global__ void {name}{text}')
+        name = f"satchel_{self._name}_{hashlib.sha256((self._bounds + text).encode()).hexdigest()[:16]}"
+        return name, _kept(name, f'{_CUDA_TYPES}extern "C" __global__ void {self._bounds}{name}{text}')
 
 
 def _kept(name: str, source: str) -> bytes:

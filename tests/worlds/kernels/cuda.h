@@ -4,6 +4,8 @@
 #include "threads.h"
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned order) {
   const unsigned long long both = (unsigned long long)high << 32 | low;
@@ -11,6 +13,20 @@ static unsigned __byte_perm(unsigned low, unsigned high, unsigned order) {
   for (int i = 0; i < 4; i++) out |= (unsigned)(both >> 8 * (order >> 4 * i & 7) & 255) << 8 * i;
   return out;
 }
+
+static unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
+static float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
+
+static float __shfl_sync(unsigned, float x, int lane) {
+  static float exchanged[2][1024];
+  // Two by turns: none gets to the next exchange but one before all have read from this one.
+  float* numbers = exchanged[of_warps[running >> 5].round & 1];
+  const int first = running & ~31;
+  numbers[running] = x;
+  wait_for_warp();
+  return numbers[first | (lane & 31)];
+}
+static float __shfl_xor_sync(unsigned all, float x, int other) { return __shfl_sync(all, x, (running & 31) ^ other); }
 
 struct Operands { unsigned a[4], b[2]; float c[4], d[4]; };
 static Operands operands[32][32];
@@ -57,3 +73,15 @@ template <class H> static void multiply(
 #define SHARED static
 #define DEVICE
 #define SYNC() wait_for_group()
+#define SHARED_POINTER
+#define SYNC_WARP() wait_for_warp()
+#define XOR(x, o) __shfl_xor_sync(0xffffffffu, x, o)
+#define EXP(x) __builtin_expf(x)
+#define EXP2(x) __builtin_exp2f(x)
+#define MAX(a, b) __builtin_fmaxf(a, b)
+#define MIN(a, b) __builtin_fminf(a, b)
+#define ABS(x) __builtin_fabsf(x)
+#define RINT(x) __builtin_rintf(x)
+#define RSQRT(x) (1.f / __builtin_sqrtf(x))
+#define COS(x) __builtin_cosf(x)
+#define SIN(x) __builtin_sinf(x)

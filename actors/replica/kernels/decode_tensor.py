@@ -1,0 +1,389 @@
+"""The part of the decode kernel that reads units, for tensor cores of CUDA: for blocks with 4-bit keys and values.
+
+A warp multiplies a unit's key codes (64 tokens, 16 channels at a time) with the queries, and its value codes with the
+softmax's probabilities. A code is exact in bfloat16. What it is multiplied with is a float32 number, a query or a
+probability times the scale of the codes; it is passed as the sum of two bfloat16 numbers, so the products are almost as
+exact as in float32. The instruction has eight columns: for keys four heads with both scales of a unit's tokens, for
+values four heads with both of the two numbers.
+
+It is `mma.m16n8k16` (PTX, "Matrix Fragments for mma.m16n8k16 with floating point type"). With g = LANE / 4 and
+q = LANE % 4, a lane has rows g and g + 8 and columns 2q and 2q + 1 of the result. A row is a token for keys, and a
+channel for values: of word g, rows g are the numbers 0 to 3 in turn and rows g + 8 the numbers 4 to 7. So a lane has
+the scores of head q for the eight tokens of word g, and the outputs of head q for the channels of words g.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .sealing import Quantized, Sealed, value_group
+
+HEADS_MOST = 4
+"""Query heads of a group of threads: the product has two columns for each."""
+
+KEYS_AT_ONCE = 4
+"""How many steps of 16 channels of keys are unrolled."""
+
+VALUES_AT_ONCE = 2
+"""How many steps of 16 tokens' values are unrolled, of four."""
+
+KEYS_AHEAD = False
+"""Whether all of a unit's key codes are loaded before the first are multiplied; all steps of keys are unrolled then."""
+
+VALUES_AHEAD = False
+"""Whether a unit's value codes are loaded before its keys are multiplied; all steps of values are unrolled then."""
+
+PREFETCHED = 0
+"""Which units are fetched into the device's cache before they are loaded: 0 for none, 1 for a warp's first, while the
+queries are computed, 2 for all."""
+
+GROUPS_AT_ONCE = 0
+"""For how many groups of threads a multiprocessor must have registers; 0 if the compiler decides."""
+
+
+def fits(kind: type[Sealed], types: tuple[mx.Dtype, mx.Dtype], dims: tuple[int, int], coded: tuple[int, int]) -> bool:
+    """Whether units of these blocks are read with tensor cores.
+
+    Args:
+        types: of queries, and of scales.
+        dims: the channels of a head, of keys and of values.
+        coded: a key's bits, and how many tokens' keys share a scale.
+    """
+    whole = dims[0] % 16 == 0 and dims[1] % 64 == 0 and value_group(dims[1]) == 64
+    return kind is Quantized and all(dtype.size == 2 for dtype in types) and whole and coded in ((4, 32), (4, 64))
+
+
+MEMORY = """\
+  SHARED float4 queries_s[(GC + FM) * DK / 4];
+  SHARED float4 buf_s[NW * GC * BW / 4];
+  float* const q_s = (float*)queries_s; float* const buf = (float*)buf_s;
+"""
+"""What the kernel shares, aligned to four numbers."""
+
+_EARLY = """\
+  #ifdef __CUDA_ARCH__
+  #define FETCH(address) asm volatile("prefetch.global.L2 [%0];" : : "l"(address))
+  #else
+  #define FETCH(address) (void)(address)
+  #endif
+  // A warp's units are all the same quarters of blocks. It fetches a quarter of a block's key scales, too.
+  auto fetch = [&](unsigned int slot) {
+    const long base = (long)slot * KV + kvh, row0 = base * 256 + WARP * 64;
+    const long scales0 = (base * NW + WARP) * (DK * KS / NW);
+    for (int d = LANE; d < DK; d += 32) FETCH(key_codes + (base * DK + d) * KW + WARP * 8);
+    for (int i = LANE * 16; i < DK * KS / NW; i += 512) {
+      FETCH(key_scales + scales0 + i);
+      FETCH(key_biases + scales0 + i);
+    }
+    for (int i = LANE * 8; i < 64 * WD; i += 256) FETCH(value_codes + row0 * WD + i);
+    for (int i = LANE * 16; i < PV; i += 512) {
+      FETCH(value_scales + row0 * (PV / 64) + i);
+      FETCH(value_biases + row0 * (PV / 64) + i);
+    }
+  };
+  const unsigned int* blocks = slots + begins[token];
+  unsigned int slot_next = 0;
+  const int unit0 = split * NW + (int)WARP;
+  if (unit0 < 4 * nb) {
+    slot_next = blocks[split];
+    if (PREFETCHED) fetch(slot_next);
+  } else if (PREFETCHED && (unit0 - 4 * nb) * 32 + (int)LANE < tl) {
+    const long row = ((long)owners[token] * KV + kvh) * 256 + (unit0 - 4 * nb) * 32 + (int)LANE;
+    for (int d = 0; d < DK; d += 16) FETCH((const T*)tail_keys + row * DK + d);
+    for (int d = 0; d < DV; d += 16) FETCH((const T*)tail_values + row * DV + d);
+  }
+"""
+
+_UNITS = """\
+  constexpr int NV = PV / 64;
+  // A code c in bits 3 to 6 of a bfloat16 number with these others is 16 + c.
+  constexpr unsigned int CODE = 0x00780078u, HIGH = 0x41804180u, UPPER = 0xffff0000u;
+  #define MULTIPLY(c, a0, a1, a2, a3, b0, b1) \\
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \\
+        "{%0,%1,%2,%3};" \\
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) \\
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+  #define FROM(x, lane) __shfl_sync(0xffffffffu, x, lane)
+  // The upper halves of two numbers, which are bfloat16 numbers; and what these lack, rounded if `half` is 0x8000, for
+  // errors of one sign would add up.
+  #define UPPERS(x, y) __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632)
+  #define REST(x, bits, half) \\
+    __uint_as_float(__float_as_uint(x - __uint_as_float(__float_as_uint(x) & (bits))) + (half))
+  #define CODES(x, i) (((i ? x >> (4 * i - (i > 0 ? 3 : 0)) : x << 3) & CODE) | HIGH)
+  union Eight { uint4 words; T x[8]; };
+  union Scales { uint4 words; P x[8]; };
+  const int g = LANE >> 2, q = LANE & 3;
+  // The head of a lane's result, and that of the column that it fills.
+  const int own = q < GC ? q : GC - 1, theirs = g / 2 < GC ? g / 2 : GC - 1;
+  const unsigned int second = g & 1 ? UPPER : 0u, half = g & 1 ? 0x8000u : 0u;
+  const int probs = WARP * GC * BW;
+  const bool aligned =
+      (((unsigned long long)tail_keys | (unsigned long long)tail_values | (unsigned long long)new_values) & 15) == 0;
+  auto eight = [&](float* to, const T* from) {
+    if (aligned) {
+      Eight all;
+      all.words = *(const uint4*)from;
+      #pragma unroll
+      for (int j = 0; j < 8; j++) to[j] = static_cast<float>(all.x[j]);
+    } else {
+      #pragma unroll
+      for (int j = 0; j < 8; j++) to[j] = static_cast<float>(from[j]);
+    }
+  };
+  float m = LOW, l = 0.f, acc[NV][4][4], shift[NV];
+  #pragma unroll
+  for (int v = 0; v < NV; v++) {
+    shift[v] = 0.f;
+    #pragma unroll
+    for (int i = 0; i < 16; i++) acc[v][i >> 2][i & 3] = 0.f;
+  }
+  for (int u = split * NW + WARP; u < 4 * nb + tu; u += S * NW) {
+    const bool sealed = u < 4 * nb;
+    const int quarter = u & 3, column0 = (u - 4 * nb) * 32;
+    const long base = (long)slot_next * KV + kvh;
+    if (u + S * NW < 4 * nb) slot_next = blocks[(u + S * NW) >> 2];
+    const long row0 = base * 256 + quarter * 64 + 4 * q;
+    const unsigned int* values_from = value_codes + row0 * WD + g;
+    unsigned int ahead[VALUES_AHEAD ? 4 : 1][NV][4];
+    float sc[8];
+    if (sealed) {
+      if (VALUES_AHEAD) {
+        #pragma unroll
+        for (int i = 0; i < 16 * NV; i++) {
+          const int k = i / (4 * NV), v = i / 4 % NV, j = i & 3;
+          ahead[VALUES_AHEAD ? k : 0][v][j] = values_from[(16 * k + j) * WD + 8 * v];
+        }
+      }
+      const unsigned int* codes = key_codes + base * DK * KW + 4 * q * KW + quarter * 8 + g;
+      const long scales_at = base * DK * KS + 4 * q * KS + (quarter * 64 + (g & 1) * 32) / KG;
+      const float4* from = queries_s + (theirs * DK >> 2) + q;
+      unsigned int keys[KEYS_AHEAD ? DK / 16 : 1][4];
+      if (KEYS_AHEAD) {
+        #pragma unroll
+        for (int i = 0; i < DK / 4; i++) keys[KEYS_AHEAD ? i >> 2 : 0][i & 3] = codes[(4 * (i & ~3) + (i & 3)) * KW];
+      }
+      float c[4][4], bias = 0.f;
+      #pragma unroll
+      for (int i = 0; i < 16; i++) c[i >> 2][i & 3] = 0.f;
+      #pragma unroll KEYS_AT_ONCE
+      for (int k = 0; k < DK / 16; k++) {
+        unsigned int w[4];
+        #pragma unroll
+        for (int j = 0; j < 4; j++) w[j] = KEYS_AHEAD ? keys[KEYS_AHEAD ? k : 0][j] : codes[(16 * k + j) * KW];
+        const float4 four = from[4 * k];
+        const float x[4] = {four.x, four.y, four.z, four.w};
+        float f[4], r[4];
+        #pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const float s = static_cast<float>(key_scales[scales_at + (16 * k + j) * KS]);
+          const float b = static_cast<float>(key_biases[scales_at + (16 * k + j) * KS]);
+          f[j] = x[j] * s;
+          bias += x[j] * b - 16.f * f[j];
+          r[j] = REST(f[j], UPPER, 0x8000u);
+        }
+        const unsigned int b0 = UPPERS(f[0], f[1]), b1 = UPPERS(f[2], f[3]);
+        const unsigned int r0 = UPPERS(r[0], r[1]), r1 = UPPERS(r[2], r[3]);
+        const unsigned int low0 = __byte_perm(w[0], w[1], 0x5410), high0 = __byte_perm(w[0], w[1], 0x7632);
+        const unsigned int low1 = __byte_perm(w[2], w[3], 0x5410), high1 = __byte_perm(w[2], w[3], 0x7632);
+        unsigned int a[4][4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+          a[i][0] = CODES(low0, i); a[i][1] = CODES(high0, i);
+          a[i][2] = CODES(low1, i); a[i][3] = CODES(high1, i);
+        }
+        #pragma unroll
+        for (int i = 0; i < 4; i++) MULTIPLY(c[i], a[i][0], a[i][1], a[i][2], a[i][3], b0, b1);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) MULTIPLY(c[i], a[i][0], a[i][1], a[i][2], a[i][3], r0, r1);
+      }
+      bias += XOR(bias, 1);
+      bias += XOR(bias, 2);
+      const float offset = FROM(bias, 8 * q + (g & 4));
+      const int first = (u >> 2) * 256 + quarter * 64 + 8 * g;
+      #pragma unroll
+      for (int j = 0; j < 8; j++) {
+        const int at = j < 4 ? 0 : 2;
+        const float x = (g & 4 ? c[j & 3][at + 1] : c[j & 3][at]) + offset;
+        sc[j] = first + j < hide ? LOW : x;
+      }
+      if (PREFETCHED == 2 && u + S * NW < 4 * nb) fetch(slot_next);
+      // The block's first token, as computed.
+      if (quarter == 0) {
+        float x = 0.f;
+        #pragma unroll 8
+        for (int d = g; d < DK; d += 8) x += q_s[own * DK + d] * static_cast<float>(key_exact[base * DK + d]);
+        for (int o = 16; o >= 4; o >>= 1) x += XOR(x, o);
+        if (g == 0) sc[0] = first < hide ? LOW : x;
+      }
+    } else {
+      // A lane has a token's keys for all heads.
+      const int t = column0 + (int)LANE;
+      float dot[GC];
+      #pragma unroll
+      for (int h = 0; h < GC; h++) dot[h] = LOW;
+      if (t < tl && nb * 256 + t >= hide) {
+        #pragma unroll
+      for (int h = 0; h < GC; h++) dot[h] = 0.f;
+        const bool fresh = t >= old;
+        const T* keys = (const T*)tail_keys + (tail_at + t) * DK;
+        const float* fresh_keys = k_s + (fresh ? t - old : 0) * DK;
+        #pragma unroll 4
+        for (int d = 0; d < DK; d += 8) {
+          float k[8];
+          if (fresh) {
+            #pragma unroll
+            for (int j = 0; j < 8; j++) k[j] = fresh_keys[d + j];
+          } else {
+            eight(k, keys + d);
+          }
+          #pragma unroll
+          for (int h = 0; h < GC; h++) {
+            const float4 one = queries_s[(h * DK + d) >> 2], two = queries_s[((h * DK + d) >> 2) + 1];
+            dot[h] += one.x * k[0] + one.y * k[1] + one.z * k[2] + one.w * k[3];
+            dot[h] += two.x * k[4] + two.y * k[5] + two.z * k[6] + two.w * k[7];
+          }
+        }
+      }
+      #pragma unroll
+      for (int h = 0; h < GC; h++) buf[probs + h * BW + LANE] = dot[h];
+      SYNC_WARP();
+      #pragma unroll
+      for (int j = 0; j < 8; j++) sc[j] = j < 4 ? buf[probs + own * BW + 4 * g + (j & 3)] : LOW;
+      SYNC_WARP();
+    }
+    float top = sc[0];
+    #pragma unroll
+    for (int j = 1; j < 8; j++) top = MAX(top, sc[j]);
+    for (int o = 16; o >= 4; o >>= 1) top = MAX(top, XOR(top, o));
+    const float now = MAX(m, top), fade = EXP(m - now);
+    float p[8], sum = 0.f;
+    #pragma unroll
+    for (int j = 0; j < 8; j++) {
+      p[j] = sc[j] <= LOW ? 0.f : EXP(sc[j] - now);
+      sum += p[j];
+    }
+    if (q < GC) {
+      float4* to = buf_s + ((probs + q * BW + (sealed ? 8 : 4) * g) >> 2);
+      to[0] = make_float4(p[0], p[1], p[2], p[3]);
+      if (sealed) to[1] = make_float4(p[4], p[5], p[6], p[7]);
+    }
+    l = l * fade + sum; m = now;
+    const float fade_theirs = FROM(fade, (int)LANE >> 3);
+    #pragma unroll
+    for (int v = 0; v < NV; v++) {
+      shift[v] *= fade_theirs;
+      #pragma unroll
+      for (int i = 0; i < 16; i++) acc[v][i >> 2][i & 3] *= fade;
+    }
+    SYNC_WARP();
+    if (sealed) {
+      const float4* from = buf_s + ((probs + theirs * BW) >> 2) + q;
+      #pragma unroll VALUES_AT_ONCE
+      for (int k = 0; k < 4; k++) {
+        unsigned int w[NV][4];
+        #pragma unroll
+        for (int i = 0; i < 4 * NV; i++) {
+          const int v = i >> 2, j = i & 3;
+          w[v][j] = VALUES_AHEAD ? ahead[VALUES_AHEAD ? k : 0][v][j] : values_from[(16 * k + j) * WD + 8 * v];
+        }
+        const float4 four = from[4 * k];
+        const float x[4] = {four.x, four.y, four.z, four.w};
+        // Of four tokens, with NV scales each.
+        Scales s[(NV + 1) / 2], b[(NV + 1) / 2];
+        const P* scales = value_scales + (row0 + 16 * k) * NV; const P* biases = value_biases + (row0 + 16 * k) * NV;
+        if (NV % 2 == 0) {
+          #pragma unroll
+          for (int i = 0; i < NV / 2; i++) {
+            s[i].words = ((const uint4*)scales)[i];
+            b[i].words = ((const uint4*)biases)[i];
+          }
+        } else {
+          #pragma unroll
+          for (int i = 0; i < 4 * NV; i++) { s[i / 8].x[i % 8] = scales[i]; b[i / 8].x[i % 8] = biases[i]; }
+        }
+        #pragma unroll
+        for (int v = 0; v < NV; v++) {
+          float r[4];
+          #pragma unroll
+          for (int j = 0; j < 4; j++) {
+            const int at = j * NV + v;
+            const float scale = static_cast<float>(s[at / 8].x[at % 8]);
+            const float f = x[j] * scale;
+            shift[v] += x[j] * (static_cast<float>(b[at / 8].x[at % 8]) - 16.f * scale);
+            r[j] = REST(f, second, half);
+          }
+          const unsigned int b0 = UPPERS(r[0], r[1]), b1 = UPPERS(r[2], r[3]);
+          const unsigned int low0 = __byte_perm(w[v][0], w[v][1], 0x5410);
+          const unsigned int high0 = __byte_perm(w[v][0], w[v][1], 0x7632);
+          const unsigned int low1 = __byte_perm(w[v][2], w[v][3], 0x5410);
+          const unsigned int high1 = __byte_perm(w[v][2], w[v][3], 0x7632);
+          #pragma unroll
+          for (int i = 0; i < 4; i++)
+            MULTIPLY(acc[v][i], CODES(low0, i), CODES(high0, i), CODES(low1, i), CODES(high1, i), b0, b1);
+        }
+      }
+      // The codes of the first token's values are zeros.
+      if (quarter == 0) {
+        const float one = buf[probs + own * BW];
+        #pragma unroll
+        for (int i = 0; i < 8 * NV; i++) {
+          const int channel = 64 * (i >> 3) + 8 * g + (i & 7);
+          acc[i >> 3][i & 3][i & 4 ? 2 : 0] += one * static_cast<float>(value_exact[base * DV + channel]);
+        }
+      }
+    } else {
+      const int most = tl - column0 < 32 ? tl - column0 : 32;
+      #pragma unroll 4
+      for (int t = 0; t < most; t++) {
+        const int column = column0 + t;
+        const bool fresh = column >= old;
+        const long row = fresh ? (long)(first_new + column - old) * KV + kvh : tail_at + column;
+        const T* from = (fresh ? new_values : (const T*)tail_values) + row * DV + 8 * g;
+        const float one = buf[probs + own * BW + t];
+        #pragma unroll
+        for (int v = 0; v < NV; v++) {
+          float x[8];
+          eight(x, from + 64 * v);
+          #pragma unroll
+          for (int i = 0; i < 8; i++) acc[v][i & 3][i < 4 ? 0 : 2] += one * x[i];
+        }
+      }
+    }
+    SYNC_WARP();
+  }
+  for (int o = 16; o >= 4; o >>= 1) l += XOR(l, o);
+  #pragma unroll
+  for (int v = 0; v < NV; v++) {
+    shift[v] += XOR(shift[v], 1);
+    shift[v] += XOR(shift[v], 2);
+    const float add = FROM(shift[v], 8 * q);
+    if (q < GC) {
+      #pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const int at = i < 4 ? 0 : 2;
+        buf[probs + q * BW + 64 * v + 8 * g + i] = acc[v][i & 3][at] + acc[v][i & 3][at + 1] + add;
+      }
+    }
+  }
+  if (LANE < GC) { rm[WARP * GC + q] = m; rl[WARP * GC + q] = l; }
+"""
+
+
+def texts() -> dict[str, str]:
+    """Returns what takes the places of the decode kernel's own text."""
+    numbers = {
+        "KEYS_AT_ONCE": 16 if KEYS_AHEAD else KEYS_AT_ONCE,
+        "VALUES_AT_ONCE": 4 if VALUES_AHEAD else VALUES_AT_ONCE,
+        "KEYS_AHEAD": int(KEYS_AHEAD),
+        "VALUES_AHEAD": int(VALUES_AHEAD),
+        "PREFETCHED": PREFETCHED,
+    }
+    found = {"MEMORY": MEMORY, "EARLY": _EARLY, "UNITS": _UNITS}
+    for name, number in numbers.items():
+        found = {place: text.replace(name, str(number)) for place, text in found.items()}
+    return found
+
+
+def bounds(threads: int) -> dict[str, tuple[int, int]]:
+    """Returns `gpu_kernels.kernel`'s argument of that name for groups of so many threads, if there is one."""
+    return {"bounds": (threads, GROUPS_AT_ONCE)} if GROUPS_AT_ONCE else {}
