@@ -117,6 +117,24 @@ _APPEND = """
   APPEND(UV, DV, old_values, new_values, values, rest_values)
 """
 
+# Template: as for `_APPEND`, without REST. A group of threads has 64 columns of a row's KV head. `numbers` are the
+# columns and rows of the first arrays, then of the second.
+_STACK = """
+  const int place = GROUP % 4 * 64, row = GROUP / 4 / KV, kv = GROUP / 4 % KV;
+  const bool upper = row < numbers[1];
+  const int W = numbers[upper ? 0 : 2], own = upper ? row : row - numbers[1];
+  const int count = own < numbers[upper ? 1 : 3] ? W : 0;
+  #define STACK(U, D, first, second, stacked) \\
+    for (int i = THREAD; i < 64 * D; i += 256) { \\
+      const int column = place + i / D; \\
+      const long from = (((long)own * KV + kv) * W + column) * D + i % D; \\
+      const U x = column < count ? ((const DEVICE U*)(upper ? first : second))[from] : static_cast<U>(0.f); \\
+      ((DEVICE U*)stacked)[((long)(GROUP / 4) * 256 + column) * D + i % D] = x; \\
+    }
+  STACK(UK, DK, first_keys, second_keys, keys)
+  STACK(UV, DV, first_values, second_values, values)
+"""
+
 
 @cache
 def empty_slot(kv_heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, policy: SealPolicy) -> Sealed:
@@ -315,6 +333,33 @@ def append(
         output_dtypes=[new[0].dtype] * 4,
     )
     return made[:2], made[2:] if rest else []
+
+
+def stack(first: tuple[mx.array, mx.array], second: tuple[mx.array, mx.array], rows: int) -> tuple[mx.array, mx.array]:
+    """Puts the open blocks of some sequences behind those of others.
+
+    Args:
+        first, second: keys and values, (sequences, kv_heads, tokens, dim), at most 256 tokens.
+        rows: of the results, at least all sequences.
+
+    Returns:
+        Keys and values, (rows, kv_heads, 256, dim), with zeros where there are no tokens.
+    """
+    (count, kv_heads, tokens, _), (others, _, columns, _) = first[0].shape, second[0].shape
+    dims = first[0].shape[3], first[1].shape[3]
+    inputs = ("first_keys", "first_values", "second_keys", "second_values", "numbers")
+    made = kernel("stack", inputs, ("keys", "values"), _STACK)(
+        inputs=[*first, *second, _numbers(tokens, count, columns, others)],
+        template=[
+            *(*units("K", first[0].dtype, dims[0]), *units("V", first[1].dtype, dims[1])),
+            ("KV", kv_heads),
+        ],
+        grid=(rows * kv_heads * 4 * 256, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[(rows, kv_heads, BLOCK_TOKENS, dim) for dim in dims],
+        output_dtypes=[first[0].dtype] * 2,
+    )
+    return made[0], made[1]
 
 
 @lru_cache(256)

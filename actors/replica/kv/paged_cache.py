@@ -15,6 +15,7 @@ reads its own blocks in place, and no others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -298,10 +299,13 @@ class PagedKVCache:
 
     def filter(self, sequences: Sequence[int]) -> None:
         """Keeps these sequences, in this order. The batch keeps their tables."""
-        self.lengths, self._writable = [self.lengths[sequence] for sequence in sequences], False
+        self.lengths = [self.lengths[sequence] for sequence in sequences]
+        self._writable = self._steps_by_kernel and sequences != []
         if self._keys is not None and self._values is not None:
-            indices = mx.array(list(sequences), dtype=mx.uint32)
-            self._keys, self._values = self._keys[indices], self._values[indices]
+            whole = self._writable and self._keys.shape[2] == self._values.shape[2] == BLOCK_TOKENS
+            more = padded_rows(len(sequences)) - len(sequences) if whole else 0
+            indices = _rows(*sequences, *sequences[:1] * more)
+            self._keys, self._values, self._writable = self._keys[indices], self._values[indices], whole
 
     @staticmethod
     def merge(caches: Sequence[PagedKVCache], batch: PagedBatch) -> PagedKVCache:
@@ -318,11 +322,21 @@ class PagedKVCache:
 
     def extend(self, other: PagedKVCache) -> None:
         """Appends the sequences of another batch's cache. The batch appends their tables."""
+        arrays = self._keys, self._values, other._keys, other._values
+        if self._steps_by_kernel and all(each is not None and each.shape[2] <= BLOCK_TOKENS for each in arrays):
+            lengths = [*self.lengths, *other.lengths]
+            self._keys, self._values = block_kernels.stack(self._open(), other._open(), padded_rows(len(lengths)))
+            self.lengths, self._writable = lengths, True
+            return
         merged = PagedKVCache.merge([self, other], self.batch)
         self.lengths, self._keys, self._values = merged.lengths, merged._keys, merged._values
         self._writable = False
 
     # Inside.
+
+    @property
+    def _steps_by_kernel(self) -> bool:
+        return self.batch.reads is Reads.KERNEL and self._group.kernels
 
     def _open(self) -> tuple[mx.array, mx.array]:
         """Returns the open blocks without those that no sequence has."""
@@ -538,6 +552,11 @@ def _with_open(before: mx.array, opened: mx.array) -> mx.array:
     spans = [slice(first, first + at_once) for first in range(0, sequences * heads, at_once)]
     parts = [mx.concatenate([array[span] for array in pairs], axis=1) for span in spans]
     return mx.concatenate(parts, axis=0).reshape(sequences, heads, -1, dim)
+
+
+@lru_cache(256)
+def _rows(*rows: int) -> mx.array:
+    return mx.array(rows, mx.uint32)
 
 
 def on_device(numbers: list[int]) -> mx.array:

@@ -89,6 +89,7 @@ def launch(policy: str, dtype: mx.Dtype, dims: tuple[int, int]) -> None:
         block_kernels.read_records(sealed, numbers, order)
         new, full = zeros(2, kv_heads, blocks, dims, dtype), [blocks - 1, 0]
         block_kernels.append(zeros(2, kv_heads, BLOCK_TOKENS, dims, dtype), new, [3, 0], full, blocks * BLOCK_TOKENS)
+        block_kernels.stack(zeros(2, kv_heads, 3, dims, dtype), zeros(1, kv_heads, blocks, dims, dtype), 4)
         spans = [(0, blocks, 2 * blocks)] * blocks
         pieces = query_kernels.cut(mx.zeros((1, kv_heads, blocks, dims[0]), dtype), 0, spans)
         query_kernels.join(pieces, spans)

@@ -38,6 +38,7 @@ def kernels() -> Iterator[None]:
         patch.setattr(block_kernels, "read_records", read_records)
         patch.setattr(block_kernels, "unseal", unseal)
         patch.setattr(block_kernels, "append", append)
+        patch.setattr(block_kernels, "stack", stack)
         patch.setattr(seal_kernel, "seal", seal)
         patch.setattr(seal_kernel, "seal_into", seal_into)
         patch.setattr(sum_norm, "sum_norm", sum_and_norm)
@@ -152,6 +153,15 @@ def append(
             mx.concatenate([wide[at : at + 1, :, first : first + BLOCK_TOKENS] for at, first in enumerate(starts)])
         )
     return joined, rest if any(full) else []
+
+
+def stack(first: tuple[mx.array, mx.array], second: tuple[mx.array, mx.array], rows: int) -> tuple[mx.array, mx.array]:
+    stacked = []
+    for pair in zip(first, second, strict=True):
+        wide = [mx.pad(each, [(0, 0), (0, 0), (0, BLOCK_TOKENS - each.shape[2]), (0, 0)]) for each in pair]
+        both = mx.concatenate(wide)
+        stacked.append(mx.pad(both, [(0, rows - len(both)), (0, 0), (0, 0), (0, 0)]))
+    return stacked[0], stacked[1]
 
 
 def sum_and_norm(x: mx.array, y: mx.array, weight: mx.array, epsilon: mx.array) -> list[mx.array]:

@@ -58,6 +58,19 @@ def test_new_tokens_come_behind_the_old_ones(seed: int):
             assert mx.all(mx.isfinite(one)).item()
 
 
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("rows, held", [((2, 1), (256, 200)), ((1, 4), (3, 256)), ((5, 3), (256, 256))])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_open_blocks_come_behind_others(rows: tuple[int, int], held: tuple[int, int], dtype: mx.Dtype):
+    first, second = (
+        (drawn(count, 2, tokens, 32, dtype), drawn(count, 2, tokens, 24, dtype))
+        for count, tokens in zip(rows, held, strict=True)
+    )
+    for padded in (sum(rows), 16):
+        made, wanted = block_kernels.stack(first, second, padded), fake_kernels.stack(first, second, padded)
+        assert all(mx.array_equal(one, other) for one, other in zip(made, wanted, strict=True))
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES.values() if policy.quantizes], ids=str)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
