@@ -304,7 +304,7 @@ class PagedKVCache:
         if self._keys is not None and self._values is not None:
             whole = self._writable and self._keys.shape[2] == self._values.shape[2] == BLOCK_TOKENS
             more = padded_rows(len(sequences)) - len(sequences) if whole else 0
-            indices = _rows(*sequences, *sequences[:1] * more)
+            indices = _rows(*sequences, *[*sequences[:1]] * more)
             self._keys, self._values, self._writable = self._keys[indices], self._values[indices], whole
 
     @staticmethod
