@@ -1,0 +1,43 @@
+"""Prepares a node for its first replica while Ray starts: `python -m satchel.actors.replica.ahead DTYPE...`.
+
+It imports what replicas import, so that they find Python's compiled files, and the libraries' in the system's cache. On
+CUDA it also compiles MLX's kernels for models that compute in these dtypes. At a first start each takes as long as Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+
+PROCESSORS_MIN = 4
+"""With fewer processors it would only delay Ray."""
+
+NICE = 10
+
+
+def ahead_of(dtypes: Iterable[str]) -> list[str]:
+    """Returns the arguments of a Python that prepares this node, none if it has too few processors.
+
+    Args:
+        dtypes: of the models, as their configs say.
+    """
+    if (os.cpu_count() or 1) < PROCESSORS_MIN:
+        return []
+    return ["-m", __name__, *sorted(set(dtypes))]
+
+
+def main() -> None:
+    os.nice(NICE)
+    # Imported here, because the command line imports this file.
+    from .loading import compile_ahead
+
+    compiling = [compile_ahead.begin_here(dtype) for dtype in sys.argv[1:]]
+    from . import serving  # noqa: F401
+
+    for thread in filter(None, compiling):
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()
