@@ -1,23 +1,33 @@
-"""Prepares a node for its first replica while Ray starts: `python -m satchel.actors.replica.ahead DTYPE...`.
+"""What is done early, so that a replica starts sooner.
 
-It imports what replicas import, so that they find Python's compiled files, and the libraries' in the system's cache. On
-CUDA it also compiles MLX's kernels for models that compute in these dtypes. At a first start each takes as long as Ray.
+`python -m satchel.actors.replica.ahead DTYPE...` prepares a node while Ray starts. It imports what replicas of text
+import, so that they find Python's compiled files, and the libraries' in the system's cache. On CUDA it also compiles
+MLX's kernels for models of these dtypes. Without compiled files either takes as long as Ray. And a replica begins to
+hash a model's files while it imports libraries.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from ...cluster.environment import default_home
+from ...cluster.errors import ModelLoadError
+from ..model_files.identity.digests import digest_files
+from ..model_files.source import Progress
 
 PROCESSORS_MIN = 4
-"""With fewer processors it would only delay Ray."""
+"""With fewer processors the program would only delay Ray."""
 
 NICE = 10
 
 
-def ahead_of(dtypes: Iterable[str]) -> list[str]:
-    """Returns the arguments of a Python that prepares this node, none if it has too few processors.
+def preparing(dtypes: Iterable[str]) -> list[str]:
+    """Returns the arguments of a Python that prepares this node; none if it has too few processors.
 
     Args:
         dtypes: of the models, as their configs say.
@@ -27,9 +37,29 @@ def ahead_of(dtypes: Iterable[str]) -> list[str]:
     return ["-m", __name__, *sorted(set(dtypes))]
 
 
+def digest_ahead(source: str, folder: Path, progress: Progress) -> threading.Thread:
+    """Hashes the files in a model's folder in the background. Loading then finds their digests in the home, or waits
+    for them, and says what is wrong with a file.
+
+    Returns:
+        The thread that hashes.
+    """
+    # Imported here, because the command line imports this file, and not by the thread: two threads that import the
+    # same can wait for each other.
+    from .loading.model_id import files_of
+
+    def digest() -> None:
+        with suppress(ModelLoadError, OSError):
+            kept = default_home().digests_file
+            digest_files(files_of(folder), kept, lambda part: progress(f"checking the files of {source}", part))
+
+    thread = threading.Thread(target=digest, name="digests", daemon=True)
+    thread.start()
+    return thread
+
+
 def main() -> None:
     os.nice(NICE)
-    # Imported here, because the command line imports this file.
     from .loading import compile_ahead
 
     compiling = [compile_ahead.begin_here(dtype) for dtype in sys.argv[1:]]

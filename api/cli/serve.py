@@ -22,7 +22,7 @@ from typing import NoReturn, Protocol
 from ...actors.model_files.image_folders import has_image_layout
 from ...actors.model_files.source import found_here
 from ...actors.model_files.speech_folders import speech_folder
-from ...actors.replica.ahead import ahead_of
+from ...actors.replica.ahead import preparing
 from ...cluster.bring_up.launch import Launcher, unresolved
 from ...cluster.bring_up.ports import check_endpoint, check_port_free
 from ...cluster.bring_up.runtime import LocalCluster
@@ -208,7 +208,7 @@ def serve(config: Config, home: Home) -> None:
         port=config.control_port,
         silent_s=config.timeouts.silent_s,
         heartbeat_s=config.timing.heartbeat_s,
-        ahead=ahead_of(model.dtype for model in config.models),
+        ahead=preparing(model.dtype for model in config.models),
     )
     start_up = StartUp(config, home, cluster, progress)
     try:

@@ -125,9 +125,7 @@ class LocalCluster:
             raise NotRunning("the cluster is not running")
         return self._record
 
-    def start(
-        self, admission: Admission | None = None, meanwhile: Callable[[], None] = lambda: None
-    ) -> ClusterRecord:
+    def start(self, admission: Admission | None = None, meanwhile: Callable[[], None] = lambda: None) -> ClusterRecord:
         """Takes the home, cleans up after a killed run, starts Ray and connects this process to it.
 
         Takes about eight seconds on two cores. If it fails, nothing is left behind.
