@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -23,7 +24,7 @@ from ..actors.protocol.group_clients import PlannerClient
 from ..actors.rpc.client import ActorRef
 from ..actors.rpc.shell import answers
 from ..actors.rpc.spec import Client, method
-from ..actors.start import Report, drain, find_replicas, start_actors, wait_until_ready
+from ..actors.start import Report, drain, find_replicas, located, start_actors, wait_until_ready
 from ..actors.supervision.watchdog import Watchdog
 from ..cluster.audit import Audit
 from ..cluster.bring_up.ports import listens_to_strangers
@@ -46,6 +47,7 @@ from .pipeline.generation import Generator
 from .ray_backend.dispatch import RayBackend
 from .ray_backend.locator import AgentLocator
 from .ray_backend.store import RayStore
+from .text.ahead import TextsAhead
 from .text.model import import_libraries
 
 APPLICATION = "satchel"
@@ -117,10 +119,11 @@ class HttpEndpoint:
         self._watchdog = Watchdog("endpoint", poll_s=config.timing.heartbeat_s)
         self._watchdog.watch("event loop", loop.call_soon_threadsafe)
         self._watchdog.start()
-        locator = AgentLocator(config)
+        locator, texts = AgentLocator(config), TextsAhead()
         self._generator = Generator(
             RayBackend(config, locator),
             config,
+            load_text=texts.load,
             memory=AgentMemory(RayStore(locator, config.timing), copy_wait_s=config.copy_wait_s, timing=config.timing),
         )
         at, home = config.endpoint, default_home()
@@ -146,6 +149,7 @@ class HttpEndpoint:
             closing=app.state.end_streams,
         )
         keep_from_collection()
+        texts.begin(config.models)
         await self._server.start()
         await self.check_health()
 
@@ -207,7 +211,7 @@ def deploy(config: Config, *, report: Report) -> Deployment:
     start_pool(config)
     start_planner(config)
     report("Starting the endpoint and loading models", None)
-    _start_endpoint(config)
+    _start_endpoint(replace(config, models=tuple(map(located, config.models))))
     asyncio.run(wait_until_ready(replicas, config.timeouts.model_load_s, report))
     planned = asyncio.run(_planned(config, report))
     asyncio.run(wait_until_ready(planned, config.timeouts.model_load_s, report))

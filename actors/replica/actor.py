@@ -58,6 +58,7 @@ from ..rpc.local import LocalAddress, LocalServer
 from ..rpc.shell import answers
 from ..supervision.stall import pause_s
 from ..supervision.watchdog import ENGINE, Watchdog
+from .ahead import digest_ahead
 from .describing import Proving, model_info, replica_stats
 from .jobs.describing import job_model_info, job_stats
 from .jobs.host import JobHost
@@ -441,15 +442,24 @@ class ReplicaActor:
     def _run_engine(self) -> None:
         begin_telemetry(replica_actor_name(self._name), self._logs, self._traces)
         self._pause()
+        how = self._name, self._model, self._scheduling, self._of_node, self._timing, _Shell(self)
+        began = time.monotonic()
+        folder = self._folder()
+        found_s = time.monotonic() - began
         try:
+            if folder is not None and self._plan is None:
+                digest_ahead(self._model.source, folder, self._note_progress)
             # Imported here, so that callers need not import MLX and the event loop answers meanwhile.
             from .serving_of import serving_of
+
+            serving = serving_of(how, self._plan, self._logs, self._traces, folder)
         except Exception as error:
             logger.exception("the replica's libraries cannot be loaded")
             self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
-        how = self._name, self._model, self._scheduling, self._of_node, self._timing, _Shell(self)
-        serving_of(how, self._plan, self._logs, self._traces, self._folder()).run()
+        imported_s = time.monotonic() - began - found_s
+        logger.info("%s: folder found in %.1f s, libraries imported in %.1f s", self._name, found_s, imported_s)
+        serving.run()
 
     def _folder(self) -> Path | None:
         """Returns the model's folder, after its download if need be; None if it cannot be found, which is reported

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...cluster.config.config import Logs, Traces
 from ...cluster.config.stages import GroupPlan
 from ..model_files.image_folders import has_image_layout
 from ..model_files.speech_folders import speech_folder
-from .audio.serving import SpeechServing
-from .group.serving import GroupServing
-from .images.serving import ImageServing
-from .jobs.serving import JobServing
-from .serving import Serving
+
+if TYPE_CHECKING:
+    from .jobs.serving import JobServing
+    from .serving import Serving
 
 
 def serving_of(
@@ -26,8 +25,19 @@ def serving_of(
         plan: the stages of a divided model; None if its layers are all here.
         folder: the model's, if it is known already.
     """
+    # Each is imported where it is used: a model of text need not wait for the pipelines of images.
     if folder is not None and has_image_layout(folder):
+        from .images.serving import ImageServing
+
         return ImageServing(*how)
     if folder is not None and speech_folder(folder) is not None:
+        from .audio.serving import SpeechServing
+
         return SpeechServing(*how)
-    return Serving(*how) if plan is None else GroupServing(*how, plan=plan, logs=logs, traces=traces)
+    if plan is not None:
+        from .group.serving import GroupServing
+
+        return GroupServing(*how, plan=plan, logs=logs, traces=traces)
+    from .serving import Serving
+
+    return Serving(*how)

@@ -22,6 +22,7 @@ from typing import NoReturn, Protocol
 from ...actors.model_files.image_folders import has_image_layout
 from ...actors.model_files.source import found_here
 from ...actors.model_files.speech_folders import speech_folder
+from ...actors.replica.ahead import preparing
 from ...cluster.bring_up.launch import Launcher, unresolved
 from ...cluster.bring_up.ports import check_endpoint, check_port_free
 from ...cluster.bring_up.runtime import LocalCluster
@@ -120,7 +121,7 @@ class StartUp(threading.Thread):
     def _bring_up(self) -> None:
         started = time.monotonic()
         self._progress.report("Starting Ray", None)
-        record = self._cluster.start()
+        record = self._cluster.start(meanwhile=_import_deploy)
         adopt_ray_loggers()
         self.connected.set()
         self.go_on.wait()
@@ -151,6 +152,12 @@ class StartUp(threading.Thread):
         tell_nodes(_told(self._config, self._home))
         self._cluster.note_processes()
         self.deployment = deployment
+
+
+def _import_deploy() -> None:
+    """Imports what starts the actors and the endpoint. It imports Ray, so it must not be imported before the home is
+    known."""
+    from .. import serve  # noqa: F401
 
 
 def _told(config: Config, home: Home) -> ToldEndpoint:
@@ -201,6 +208,7 @@ def serve(config: Config, home: Home) -> None:
         port=config.control_port,
         silent_s=config.timeouts.silent_s,
         heartbeat_s=config.timing.heartbeat_s,
+        ahead=preparing(model.dtype for model in config.models),
     )
     start_up = StartUp(config, home, cluster, progress)
     try:

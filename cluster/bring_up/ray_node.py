@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,6 +41,7 @@ class RaySpec:
         logs_dir: where Ray's logs go if it ends by itself.
         object_store_bytes: size of the shared memory for objects.
         cpus: how many CPUs Ray may count on; None takes the machine's.
+        ahead: arguments of a Python program that prepares the node while Ray starts; none for no program.
     """
 
     name: str
@@ -50,6 +53,7 @@ class RaySpec:
     logs_dir: str
     object_store_bytes: int
     cpus: int | None = None
+    ahead: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,14 @@ def main() -> None:
     """Starts Ray, reports, and becomes the keeper."""
     spec = RaySpec(**json.loads(sys.stdin.buffer.readline()))
     os.umask(0o077)
+    if spec.ahead:
+        # It belongs to this session and ends with it. Nobody reads what it says: replicas find the same errors.
+        subprocess.Popen(
+            [sys.executable, "-P", *spec.ahead],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
     try:
         report = start_ray(spec)
     except BaseException:

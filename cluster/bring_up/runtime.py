@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -76,6 +76,7 @@ class LocalCluster:
         port: the join port if this machine is the head; 0 takes the last one again if it is free.
         silent_s: a process of Satchel without a heartbeat for this long is ended.
         heartbeat_s: the interval of heartbeats.
+        ahead: arguments of a Python program that prepares the node while Ray starts; none for no program.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class LocalCluster:
         home: Home,
         *,
         cpus: int | None = None,
+        ahead: Sequence[str] = (),
         node: Node | None = None,
         port: int = 0,
         silent_s: float = Timeouts().silent_s,
@@ -92,7 +94,7 @@ class LocalCluster:
         self._silent_s, self._heartbeat_s = silent_s, heartbeat_s
         self._listener: HeartbeatListener | None = None
         self._noted_at = self._polled_at = 0.0
-        self._cpus = cpus
+        self._cpus, self._ahead = cpus, ahead
         self._node = node or Node(name="local")
         self._port = port
         self._lock = HomeLock(home)
@@ -123,13 +125,14 @@ class LocalCluster:
             raise NotRunning("the cluster is not running")
         return self._record
 
-    def start(self, admission: Admission | None = None) -> ClusterRecord:
+    def start(self, admission: Admission | None = None, meanwhile: Callable[[], None] = lambda: None) -> ClusterRecord:
         """Takes the home, cleans up after a killed run, starts Ray and connects this process to it.
 
         Takes about eight seconds on two cores. If it fails, nothing is left behind.
 
         Args:
             admission: to the cluster to join; None starts a cluster, with a join server for others.
+            meanwhile: called while Ray starts, in Ray's environment: for imports.
 
         Raises:
             HomeInUse: another server uses the home.
@@ -151,10 +154,11 @@ class LocalCluster:
             if admission is None:
                 self._join_server = known_join_server(self._home, self._node, self._port, versions())
             self._launch_head()
-            # The import takes a second, while Ray starts.
+            # The imports take seconds, while Ray starts.
             environment.enter_ray_environment(self._home, one_machine=self._node.is_loopback)
             import ray  # noqa: F401
 
+            meanwhile()
             report = self._await_head()
             if self._join_server is not None:
                 self._join_server.open(report.address)
@@ -261,6 +265,7 @@ class LocalCluster:
                 logs_dir=str(self._home.ray_logs),
                 object_store_bytes=OBJECT_STORE_BYTES,
                 cpus=self._cpus,
+                ahead=self._ahead,
             )
             heartbeats = self._private_dir / "heartbeats"
             self._listener = HeartbeatListener(heartbeats, self._silent_s, self._heartbeat_s, self._note)

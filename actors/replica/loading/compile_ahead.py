@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
+from filelock import FileLock, Timeout
 from mlx import nn
 
 from ....cluster.environment import default_home, snapshot
@@ -77,22 +78,29 @@ def works(kind: mx.Dtype) -> dict[str, Work]:
     }
 
 
-def begin_here(dtype: str) -> None:
+def begin_here(dtype: str) -> threading.Thread | None:
     """As `begin`, on CUDA, for a model whose config says this `dtype`."""
-    if on_cuda():
-        begin(default_home().kernels_folder, mx.float16 if dtype == "float16" else mx.bfloat16)
+    if not on_cuda():
+        return None
+    return begin(default_home().kernels_folder, mx.float16 if dtype == "float16" else mx.bfloat16)
 
 
-def begin(folder: Path, kind: mx.Dtype = mx.bfloat16) -> None:
+def begin(folder: Path, kind: mx.Dtype = mx.bfloat16) -> threading.Thread | None:
     """Compiles in the background, unless this was done before. Errors are only logged: what is not there is compiled
     when it is needed.
 
     Args:
         folder: where MLX keeps its kernels, as `MLX_PTX_CACHE_DIR` says.
         kind: in which the model computes.
+
+    Returns:
+        The thread that compiles; None if there is nothing to do.
     """
-    if not _mark(folder, kind).exists():
-        threading.Thread(target=_compile, args=(folder, kind), name="compile ahead", daemon=True).start()
+    if _mark(folder, kind).exists():
+        return None
+    thread = threading.Thread(target=_compile, args=(folder, kind), name="compile ahead", daemon=True)
+    thread.start()
+    return thread
 
 
 def _mark(folder: Path, kind: mx.Dtype) -> Path:
@@ -104,11 +112,15 @@ def _compile(folder: Path, kind: mx.Dtype) -> None:
     most = max(1, (os.cpu_count() or 2) // 2)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch, ThreadPoolExecutor(most) as pool:
-            done = list(pool.map(lambda work: _compile_one(folder, Path(scratch) / work, work, kind), works(kind)))
-        if all(done):
-            _mark(folder, kind).touch()
-    except OSError as error:
+        # Another process may compile the same now.
+        with FileLock(folder / "ahead.lock", TIMEOUT_S, mode=0o600, fallback_to_soft=False):
+            if _mark(folder, kind).exists():
+                return
+            with tempfile.TemporaryDirectory(dir=folder) as scratch, ThreadPoolExecutor(most) as pool:
+                done = list(pool.map(lambda work: _compile_one(folder, Path(scratch) / work, work, kind), works(kind)))
+            if all(done):
+                _mark(folder, kind).touch()
+    except (OSError, Timeout) as error:
         logger.warning("kernels are not compiled ahead: %s", error)
 
 

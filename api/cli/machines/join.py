@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from ....actors.replica.ahead import preparing
 from ....cluster.bring_up.launch import READY, JoinOrder
 from ....cluster.bring_up.runtime import LocalCluster
 from ....cluster.config.config import Config, Logs
@@ -108,7 +109,8 @@ def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
         # Libraries' output goes to the log, so that it does not mix with the messages.
         sys.stdout = sys.stderr
     progress = ProgressDisplay(output)
-    cluster = LocalCluster(home, node=order.node)
+    # The models are not known yet.
+    cluster = LocalCluster(home, node=order.node, ahead=preparing(["auto"]))
     start = _Start(order, cluster, progress)
     try:
         start.start()
@@ -151,6 +153,11 @@ def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
     leave(0)
 
 
+def _import_actors() -> None:
+    """Imports what starts the node's actors."""
+    from ....actors import start  # noqa: F401
+
+
 class _Start(threading.Thread):
     """Joins and starts the node's actors; `error` is set if that failed."""
 
@@ -175,7 +182,8 @@ class _Start(threading.Thread):
 
     def _join(self) -> None:
         self._progress.report(f"Joining {self._order.invitation.join_server}", None)
-        self._cluster.start(let_in(self._cluster.home, self._order.node, self._order.invitation))
+        admission = let_in(self._cluster.home, self._order.node, self._order.invitation)
+        self._cluster.start(admission, meanwhile=_import_actors)
         adopt_ray_loggers()
         self.connected.set()
         self.go_on.wait()

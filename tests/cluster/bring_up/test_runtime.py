@@ -118,3 +118,40 @@ ray_node.main()
     # Dead, or dead and not collected.
     mark = ProcessMark.of(int(started.read_text()))
     assert mark is None or not mark.is_alive()
+
+
+MEANWHILE = """
+import json, os, sys
+from pathlib import Path
+import psutil
+from satchel.cluster.bring_up.runtime import LocalCluster
+from satchel.cluster.home import Home
+
+def meanwhile():
+    import ray
+    found["connected"] = ray.is_initialized()
+    found["ray set up"] = os.environ["RAY_AUTH_MODE"]
+
+found = {}
+program = "import os, pathlib, time; pathlib.Path(%r).write_text(str(os.getpid())); time.sleep(600)" % sys.argv[2]
+cluster = LocalCluster(Home(Path(sys.argv[1])), cpus=2, ahead=["-c", program])
+sid = cluster.start(meanwhile=meanwhile).ray_sid
+pid = int(Path(sys.argv[2]).read_text())
+found["in the session"] = os.getsid(pid) == sid
+cluster.stop()
+found["left"] = psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+print(json.dumps(found))
+"""
+
+
+def test_what_is_done_while_ray_starts(tmp_path: Path) -> None:
+    """The program that prepares a node ends with the cluster, however long it takes."""
+    run = subprocess.run(
+        [sys.executable, "-c", MEANWHILE, str(tmp_path / "home"), str(tmp_path / "pid")],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found == {"connected": False, "ray set up": "token", "in the session": True, "left": False}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,21 @@ def test_files_come_whole_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     compile_ahead._compile(folder, mx.bfloat16)
     assert {file.stem for file in folder.glob("*.ptx")} == works
     assert compile_ahead._mark(folder, mx.bfloat16).exists() and not any(each.is_dir() for each in folder.iterdir())
+
+
+def test_two_processes_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A node is prepared before its first replica starts, which then finds the kernels or waits for them."""
+    asked, going_on = list[str](), threading.Event()
+
+    def compile_one(folder: Path, scratch: Path, work: str, kind: mx.Dtype) -> bool:
+        asked.append(work)
+        return going_on.wait(30)
+
+    monkeypatch.setattr(compile_ahead, "_compile_one", compile_one)
+    threads = [compile_ahead.begin(tmp_path), compile_ahead.begin(tmp_path)]
+    going_on.set()
+    for thread in threads:
+        assert thread is not None
+        thread.join(30)
+    assert sorted(asked) == sorted(compile_ahead.works(mx.bfloat16))
+    assert compile_ahead.begin(tmp_path) is None
