@@ -16,6 +16,7 @@ class DecodeWay:
         compiled: whether steps are recorded (`recorded/compiled_step.py`).
         fused: whether recorded steps leave norms and rotations to the kernel (`recorded/deferral.py`).
         summed: whether recorded steps compute residual sums and norms as one (`recorded/residual_sums.py`).
+        tensor: whether tensor cores read sealed blocks (`kernels/decode_tensor.py`).
         drafts: whether recorded steps may have several tokens of a sequence.
         reason: why no faster way is used; empty if it is the fastest of this device, or was asked for.
     """
@@ -26,6 +27,7 @@ class DecodeWay:
     reason: str = ""
     drafts: bool = True
     summed: bool = False
+    tensor: bool = False
 
     @property
     def is_fallback(self) -> bool:
@@ -35,6 +37,7 @@ class DecodeWay:
     def describe(self) -> str:
         """Returns it as text, such as `by a kernel, compiled`."""
         more = ["compiled"] * self.compiled + ["with norms and rotations"] * self.fused + ["with sums"] * self.summed
+        more += ["with tensor cores"] * self.tensor
         way = ", ".join([self.reads.value, *more])
         return f"{way} ({self.reason})" if self.reason else way
 

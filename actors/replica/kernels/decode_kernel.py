@@ -16,6 +16,8 @@ place; MLX would copy the array, because the step in flight still reads it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,9 +29,6 @@ from .decode_views import NEW_MOST, WARPS, KernelView
 from .gpu_kernels import kernel
 from .head_transform import NOTHING, HeadTransform
 from .sealing import Plain, Sealed, SealPolicy, value_group
-
-TENSOR_CORES = False
-"""Whether tensor cores read the units of blocks that fit (`decode_tensor.py`)."""
 
 SHARED_BYTES_MAX = 30 * 2**10
 """Bytes of shared memory that a group may use: Metal has 32 KiB."""
@@ -325,6 +324,32 @@ _JOIN = """
 """
 
 _PARTS = ("parts", "tops", "sums")
+_tensor_cores = False
+
+
+def use_tensor_cores(wanted: bool) -> None:
+    """Says whether tensor cores read the units of blocks that fit (`decode_tensor.py`), in kernels that this process
+    launches or records from now on. At first they do not."""
+    global _tensor_cores
+    _tensor_cores = wanted
+
+
+@contextmanager
+def tensor_cores(wanted: bool) -> Iterator[None]:
+    """Does `use_tensor_cores` for now."""
+    before = _tensor_cores
+    use_tensor_cores(wanted)
+    try:
+        yield
+    finally:
+        use_tensor_cores(before)
+
+
+def has_tensor_cores() -> bool:
+    """Whether the device is one of CUDA that multiplies bfloat16 numbers."""
+    return mx.cuda.is_available() and int(mx.device_info()["compute_capability_major"]) >= 8
+
+
 _ROWS = ["queries", "new_keys", "new_values"], ["tail_keys", "tail_values"]
 _NUMBERS = ["slots", "numbers", "constants", "sinks", "order"]
 
@@ -351,7 +376,8 @@ def attend(
     transform = view.transform(key_dim)
     shape = key_dim, value_dim, kv_heads, grouped
     coded = policy.key_bits, policy.key_group
-    plan = _plan(kind, types, shape, coded, _left(transform), read.most, sinks=sinks is not None)
+    tensor = _tensor_cores and has_tensor_cores()
+    plan = _plan(kind, types, shape, coded, _left(transform), read.most, sinks=sinks is not None, tensor=tensor)
     one = read.count == count
     constants = _unchanged(scale) if transform is NOTHING else mx.array([scale, *transform.constants], mx.float32)
     sink = constants if sinks is None else sinks
@@ -402,13 +428,14 @@ def _plan(
     most: int,
     *,
     sinks: bool,
+    tensor: bool,
 ) -> _Kernels:
     key_dim, value_dim, kv_heads, grouped = shape
     plain = kind is Plain
     if plain and value_dim % 8:
         raise ValueError(f"the kernel needs a multiple of eight value channels per head, not {value_dim}")
     dtype, padded = types[0], value_dim if plain else -(-value_dim // 32) * 32
-    tensor = TENSOR_CORES and _has_tensor_cores() and decode_tensor.fits(kind, types, (key_dim, value_dim), coded)
+    tensor = tensor and decode_tensor.fits(kind, types, (key_dim, value_dim), coded)
     together = _together(grouped, key_dim, padded, most)
     if tensor:
         fewer = _together(grouped, key_dim, padded, most, decode_tensor.HEADS_MOST)
@@ -459,11 +486,6 @@ def _together(grouped: int, key_dim: int, padded: int, new: int, most: int = 8) 
 def _unchanged(scale: float) -> mx.array:
     """Returns the kernel's constants if the model leaves nothing to it."""
     return mx.array([scale, *NOTHING.constants], mx.float32)
-
-
-def _has_tensor_cores() -> bool:
-    """Whether the device is one of CUDA that multiplies bfloat16 numbers."""
-    return mx.cuda.is_available() and int(mx.device_info()["compute_capability_major"]) >= 8
 
 
 def _left(transform: HeadTransform) -> tuple[bool, bool, int, bool, bool]:

@@ -3,12 +3,15 @@ makes of the pieces. MLX takes two or three operations for each piece."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import mlx.core as mx
 
-from .gpu_kernels import kernel, units
+from .gpu_kernels import is_available, kernel, units
+
+logger = logging.getLogger(__name__)
 
 TOKENS = 64
 """Tokens that a group of threads copies, of one head."""
@@ -96,6 +99,24 @@ def join(pieces: Sequence[mx.array], spans: Spans) -> mx.array:
         output_shapes=[(1, sum(counts), heads, dim)],
         output_dtypes=[pieces[0].dtype],
     )[0]
+
+
+@cache
+def work() -> bool:
+    """Whether this device runs these kernels, and they do as plain operations. Computed once."""
+    if not is_available():
+        return False
+    queries, spans = mx.random.normal((2, 3, 150, 64)).astype(mx.float16), [(0, 128, 128), (128, 22, 32)]
+    try:
+        pieces = cut(queries, 1, spans)
+        joined = join(pieces, spans)
+        right = mx.array_equal(joined[0], queries[1].swapaxes(0, 1)).item()
+        reason = "" if right and not mx.any(pieces[1][:, :, 22:]).item() else "they differ from plain operations"
+    except RuntimeError as error:
+        reason = str(error)
+    if reason:
+        logger.warning("queries are cut into pieces without kernels: %s", reason)
+    return not reason
 
 
 def _groups(tokens: int) -> int:

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from ...patches import rebound
 from ..device.device import on_cuda, on_gpu
-from ..kernels import decode_kernel, gpu_kernels, query_kernels
+from ..kernels import decode_kernel, query_kernels
 from ..kernels.decode_views import DecodeView, KernelView
 from ..kernels.sealing import Plain, SealPolicy, put, value_group
 from .paged_cache import PagedKVCache
@@ -42,6 +42,8 @@ def install(model: Any) -> bool:
     Returns:
         Whether any module of the model calls MLX's attention by that name.
     """
+    if on_cuda():
+        query_kernels.work()
     change = rebound(model, NAME, lambda before: before if isinstance(before, _Attend) else _Attend(before))
     if change is not None:
         change.make()
@@ -175,7 +177,7 @@ class _Attend:
 
 def _cut(queries: mx.array, sequence: int, pieces: Sequence[Piece]) -> list[mx.array]:
     """Returns the pieces of one sequence's queries, `(sequences, heads, queries, key_dim)`, padded with zeros."""
-    if gpu_kernels.is_available():
+    if query_kernels.work():
         return query_kernels.cut(queries, sequence, _spans(pieces))
     own = queries[sequence : sequence + 1]
     paddings = [[(0, 0), (0, 0), (0, max(0, each.size - (each.stop - each.start))), (0, 0)] for each in pieces]
@@ -184,7 +186,7 @@ def _cut(queries: mx.array, sequence: int, pieces: Sequence[Piece]) -> list[mx.a
 
 def _joined(outs: Sequence[mx.array], pieces: Sequence[Piece]) -> mx.array:
     """Returns what attention made of all pieces, without padding: `(1, heads, queries, value_dim)`."""
-    if gpu_kernels.is_available():
+    if query_kernels.work():
         return query_kernels.join(outs, _spans(pieces)).transpose(0, 2, 1, 3)
     return mx.concatenate([out[:, :, : each.stop - each.start] for out, each in zip(outs, pieces, strict=True)], axis=2)
 

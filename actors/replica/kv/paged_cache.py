@@ -224,22 +224,36 @@ class PagedKVCache:
             self._seal(before, step)
 
     def writes(self) -> bool:
-        """Whether kernels seal blocks as plain operations do, and write them where other kernels read them. The layer
-        must have a token."""
+        """Whether kernels do as plain operations: seal blocks, write them where other kernels read them, and put tokens
+        into open blocks. The layer must have a token."""
         assert self._keys is not None and self._values is not None
-        shapes = [(1, tail.shape[1], BLOCK_TOKENS, tail.shape[3]) for tail in (self._keys, self._values)]
+        shapes = [(1, tail.shape[1], 2 * BLOCK_TOKENS, tail.shape[3]) for tail in (self._keys, self._values)]
         keys, values = (mx.random.normal(shape).astype(self._keys.dtype) for shape in shapes)
         # As keys of real models are: far from zero on one side.
         keys = keys - mx.arange(keys.shape[3]).astype(keys.dtype)
         sealed, plain = (sealing.seal(keys, values, self.policy, kernels=kernels) for kernels in (True, False))
         if not sealing.are_alike(sealed, plain):
             return False
-        fresh = slots_of(sealed, 1)
+        fresh = slots_of(sealed, 2)
         group = SlotGroup([self.layer], kernels=True)
-        (slot,) = group.take(1)
-        group.write(0, mx.array([slot.number], mx.uint32), fresh)
+        slots = group.take(3)
+        numbers = mx.array([slot.number for slot in slots], mx.uint32)
+        group.write(0, numbers[:2], fresh)
+        pairs = [(array[numbers[:2]], new) for array, new in zip(group.layer(0), fresh, strict=True)]
+        if self.policy.quantizes:
+            group.seal(0, numbers[2:], (keys, values), [(0, 1)], self.policy)
+            mx.eval(group.arrays())
+            pairs += [(array[slots[2].number], new[1]) for array, new in zip(group.layer(0), fresh, strict=True)]
+        new, old = (keys, values), (keys[:, :, :BLOCK_TOKENS], values[:, :, :BLOCK_TOKENS])
+        joined, rest = block_kernels.append(old, new, [100], [1], 3 * BLOCK_TOKENS)
+        stacked = block_kernels.stack(old, (keys[:, :, :9], values[:, :, :9]), 2)
+        for at, array in enumerate(new):
+            behind = mx.concatenate([array[:, :, :100], array], axis=2)
+            pairs.append((joined[at][:, :, : behind.shape[2]], behind))
+            pairs.append((rest[at], behind[:, :, BLOCK_TOKENS : 2 * BLOCK_TOKENS]))
+            pairs += [(stacked[at][:1], old[at]), (stacked[at][1:, :, :9], array[:, :, :9])]
         mx.eval(group.arrays())
-        return all(mx.array_equal(array[slot.number], new[0]) for array, new in zip(group.layer(0), fresh, strict=True))
+        return all(mx.array_equal(one, other) for one, other in pairs)
 
     def prepare(self, *, lengths: Sequence[int], right_padding: Sequence[int]) -> None:
         """Announces that the next call has this many tokens of every sequence, with padding after them."""

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +25,7 @@ from ..execution.decode_way import DecodeWay, Trial, Tried, nobody
 from ..execution.recorded.compiled_step import CompiledStep
 from ..execution.recorded.deferral import Deferral
 from ..execution.recorded.residual_sums import ResidualSums
-from ..kernels import gpu_kernels
+from ..kernels import decode_kernel, gpu_kernels
 from ..kv.caches import ModelCacheSpec, Slab, merge, new_caches, new_pool, restore
 from ..kv.paged_cache import PagedKVCache, Reads
 from ..kv.sequence_view import SequenceView
@@ -39,6 +39,9 @@ FAR_TOKENS_MAX = 131_072
 """The length that a test sequence claims to have, to show whether recorded steps compute the same at a far position."""
 
 TIMED_STEPS, TIMED_ROUNDS = 8, 4
+LONG_SEQUENCES, LONG_BLOCKS = 8, 32
+"""With these histories a step takes a device longer than its host, so that a faster kernel shows."""
+
 SLOWER_MOST = 1.5
 """A kernel is not used if it takes more than this many times as long as dequantizing. It is made for longer sequences
 than those of the test, so a little slower says nothing."""
@@ -47,7 +50,7 @@ TRIES_MAX = 2
 """After so many processes that ended while kernels were tried, they are not tried again. One may have been stopped."""
 
 _FAILS, _TRYING = "fails:", "trying_kernels"
-_WHAT, _VERSION = "decode_way", 4
+_WHAT, _VERSION = "decode_way", 5
 """Increased whenever the ways, or their tests, change."""
 
 
@@ -77,6 +80,7 @@ def fastest(
     if (known := _known(findings.read(_WHAT, _VERSION))) is not None:
         if known.reason:
             logger.warning("decode steps read blocks %s, as an earlier load found", known.describe())
+        decode_kernel.use_tensor_cores(known.tensor)
         return known
     tries = _tries(findings)
     if tries >= TRIES_MAX and kernels_wanted() is None:
@@ -88,6 +92,7 @@ def fastest(
         # A kernel can end the process. What it leaves is read at the next load.
         findings.note(_TRYING, _VERSION, tries + 1)
     found = _found(model, spec, context_tokens, pieces, tried, whole)
+    decode_kernel.use_tensor_cores(found.tensor)
     if kernels:
         findings.note(_TRYING, _VERSION, 0)
     if _FAILS not in found.reason:
@@ -112,15 +117,18 @@ def _known(found: Any) -> DecodeWay | None:
             "reason": str(reason),
             "drafts": bool(drafts),
             "summed": bool(summed),
+            "tensor": bool(tensor),
         }:
             with suppress(ValueError):
-                return DecodeWay(Reads(reads), compiled, fused, reason, drafts, summed)
+                return DecodeWay(Reads(reads), compiled, fused, reason, drafts, summed, tensor)
     return None
 
 
 def _found(
     model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces, tried: Tried, whole: bool
 ) -> DecodeWay:
+    # What an earlier model of this process uses is no reference.
+    decode_kernel.use_tensor_cores(False)
     wanted = Reads.KERNEL if gpu_kernels.is_available() else Reads.IN_PLACE
     if on_gpu() and wanted is not Reads.KERNEL:
         return DecodeWay(Reads.DEQUANTIZED, reason="this device has no kernels")
@@ -148,7 +156,15 @@ def _found(
         drafts = drafts if reason else summed_drafts
     if reason:
         logger.info("residual sums are not computed with norms: %s", reason)
-    return DecodeWay(wanted, compiled=True, fused=deferral is not None, drafts=drafts, summed=not reason)
+    way = DecodeWay(wanted, compiled=True, fused=deferral is not None, drafts=drafts, summed=not reason)
+    # Parts of a divided model must decode in one way, which a test of the time may decide differently.
+    if whole and spec.policy is not None and spec.policy.quantizes and decode_kernel.has_tensor_cores():
+        recorded = deferral, sums if way.summed else None
+        reason, tensor_drafts = _why_not_compiled(model, spec, context_tokens, pieces, tried, *recorded, tensor=True)
+        if not reason:
+            return replace(way, tensor=True, drafts=tensor_drafts)
+        logger.info("blocks are not read with tensor cores: %s", reason)
+    return way
 
 
 def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces, told: Tried) -> str:
@@ -211,19 +227,23 @@ def _why_not_compiled(
     told: Tried,
     deferral: Deferral | None = None,
     sums: ResidualSums | None = None,
+    *,
+    tensor: bool = False,
 ) -> tuple[str, bool]:
     """Returns why a recorded step does not compute what the model does, empty if it does; and whether one with several
     tokens of a sequence does. If a model's code depends on lengths, it cannot be recorded.
 
     Args:
         sums: is only used if it takes less time than without.
+        tensor: whether tensor cores are tried, which are only used if they take less time.
     """
     if not all(layer.sealed for layer in spec.layers):
         return "it has layers of other kinds", False
-    far_blocks = min(FAR_TOKENS_MAX, context_tokens) // BLOCK_TOKENS - 1
+    most_blocks = context_tokens // BLOCK_TOKENS - 1
 
     def steps(step: CompiledStep | None) -> list[mx.array]:
-        return _batch_steps(model, spec, step, far_blocks, pieces)
+        with decode_kernel.tensor_cores(tensor and step is not None):
+            return _batch_steps(model, spec, step, min(FAR_TOKENS_MAX // BLOCK_TOKENS - 1, most_blocks), pieces)
 
     step, off = CompiledStep(model, deferral, sums=sums), list[float]()
     drafts: list[bool] = []
@@ -236,37 +256,72 @@ def _why_not_compiled(
             logger.warning("drafts are not computed in recorded steps: off by %.2g", farthest(expected[-1:], got[-1:]))
         if not agree(expected[:-1], got[:-1], TOLERANCE_16):
             return "a recorded step computes something else"
-        if sums is not None:
-            timed.extend(_recorded_steps_s(model, spec, (CompiledStep(model, deferral), step), pieces))
-            return "" if is_faster(timed) else "a recorded step takes no less time"
-        return ""
+        if tensor:
+            both = CompiledStep(model, deferral, sums=sums), step
+            timed.extend(_recorded_steps_s(model, both, _long_sequences(model, spec, most_blocks, pieces), tensor=True))
+        elif sums is not None:
+            caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=True), Reads.KERNEL)
+            _prefill(model, caches, 3, pieces)
+            timed.extend(_recorded_steps_s(model, (CompiledStep(model, deferral), step), caches))
+        return "" if not timed or is_faster(timed) else "a recorded step takes no less time"
 
     verdict = try_change(lambda: steps(None), lambda: steps(step), why_not)
     reason = _in_words(verdict, "recording")
-    way = DecodeWay(Reads.KERNEL, compiled=True, fused=deferral is not None, summed=sums is not None).describe()
+    fused, summed = deferral is not None, sums is not None
+    way = DecodeWay(Reads.KERNEL, compiled=True, fused=fused, summed=summed, tensor=tensor).describe()
     reference_s, step_s = map(min, zip(*timed, strict=True)) if timed else (None, None)
     told(Trial(way, off[0] if off else None, reason, reference_s, step_s))
     return reason, bool(drafts) and drafts[-1]
 
 
 def _recorded_steps_s(
-    model: Any, spec: ModelCacheSpec, steps: tuple[CompiledStep, CompiledStep], pieces: Pieces
+    model: Any, steps: tuple[CompiledStep, CompiledStep], caches: Sequence[PagedKVCache], *, tensor: bool = False
 ) -> list[tuple[float, float]]:
-    """Returns the shortest times of one sequence's steps in both ways, in seconds, of some rounds."""
-    caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=True), Reads.KERNEL)
-    _prefill(model, caches, 3, pieces)
+    """Returns the shortest times of steps in both ways, in seconds, of some rounds.
 
-    def shortest(step: CompiledStep) -> float:
+    Args:
+        tensor: whether the second way is with tensor cores.
+    """
+    tokens = mx.zeros((len(caches[0].lengths),), mx.uint32)
+
+    def shortest(step: CompiledStep, cores: bool) -> float:
         times = []
-        for _ in range(TIMED_STEPS):
-            began = time.perf_counter()
-            mx.eval(step(mx.array([0], mx.uint32), caches, {}))
-            times.append(time.perf_counter() - began)
+        with decode_kernel.tensor_cores(cores):
+            for _ in range(TIMED_STEPS):
+                began = time.perf_counter()
+                mx.eval(step(tokens, caches, {}))
+                times.append(time.perf_counter() - began)
         return min(times)
 
     # Each has to be recorded first.
-    found = [(shortest(steps[0]), shortest(steps[1])) for _ in range(TIMED_ROUNDS + 1)]
+    found = [(shortest(steps[0], False), shortest(steps[1], tensor)) for _ in range(TIMED_ROUNDS + 1)]
     return found[1:]
+
+
+def _long_sequences(model: Any, spec: ModelCacheSpec, most_blocks: int, pieces: Pieces) -> list[PagedKVCache]:
+    """Returns the caches of several sequences of `LONG_BLOCKS` blocks, or `most_blocks` if these are fewer."""
+    pool = new_pool(spec, kernels=True)
+
+    def sequence() -> list[Any]:
+        return new_caches(spec, make_prompt_cache(model), pool, Reads.KERNEL)
+
+    first = sequence()
+    _prefill(model, first, BLOCK_TOKENS, pieces)
+    block = SequenceView(spec, first, None, BLOCK_TOKENS).cut(0, BLOCK_TOKENS)
+    _prefill(model, first, 2, pieces)
+    return merge([_far(spec, sequence(), first, block, min(LONG_BLOCKS, most_blocks)) for _ in range(LONG_SEQUENCES)])
+
+
+def _far(spec: ModelCacheSpec, caches: list[Any], source: Sequence[Any], block: Any, blocks: int) -> list[Any]:
+    """Fills the caches of a sequence that has so many times the same block, so that it costs no memory.
+
+    Args:
+        source: caches of a sequence with that block and two tokens.
+    """
+    tail = SequenceView(spec, source, None, BLOCK_TOKENS + 2).cut(BLOCK_TOKENS, BLOCK_TOKENS + 2)
+    assert isinstance(tail, Slab)
+    restore(spec, caches, [block] * max(0, blocks), tail, tail.tokens)
+    return caches
 
 
 def is_faster(timed: Sequence[tuple[float, float]]) -> bool:
@@ -290,11 +345,7 @@ def _batch_steps(
     _prefill(model, sequences[0], 2, pieces)
     _prefill(model, sequences[1], 3, pieces)
     if far_blocks > 1:
-        # All its blocks are the same one, so they cost no memory.
-        tail = SequenceView(spec, sequences[0], None, BLOCK_TOKENS + 2).cut(BLOCK_TOKENS, BLOCK_TOKENS + 2)
-        assert isinstance(tail, Slab)
-        sequences.append(sequence())
-        restore(spec, sequences[-1], [block] * far_blocks, tail, tail.tokens)
+        sequences.append(_far(spec, sequence(), sequences[0], block, far_blocks))
     batch = merge(sequences)
     for token in (0, 1, 0):
         inputs = mx.array([token, 1 - token, token][: len(sequences)], mx.uint32)

@@ -8,6 +8,7 @@ an open one, or `3.state.0` of a recurrent layer. Shapes are those of the slab's
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 
 import mlx.core as mx
@@ -62,7 +63,11 @@ def _parts_of_slab(slab: Slab) -> dict[str, np.ndarray]:
         if entry is not None:
             names = entry._fields if isinstance(entry, Sealed) else _PAIR
             arrays |= {f"{index}.{name}": array for name, array in zip(names, entry, strict=True)}
-    return in_one_piece(arrays) if on_cuda() else {name: to_numpy(array) for name, array in arrays.items()}
+    if on_cuda():
+        # If MLX cannot, they leave the card one by one.
+        with suppress(RuntimeError, ValueError):
+            return in_one_piece(arrays)
+    return {name: to_numpy(array) for name, array in arrays.items()}
 
 
 def in_one_piece(arrays: Mapping[str, mx.array]) -> dict[str, np.ndarray]:

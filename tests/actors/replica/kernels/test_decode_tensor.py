@@ -38,8 +38,8 @@ def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
         pytest.skip(lacks)
     # Blocks are written by other kernels, for which Metal's text is used.
     with metal_source.kernels(metal_source.emulated):
-        monkeypatch.setattr(decode_kernel, "TENSOR_CORES", True)
-        monkeypatch.setattr(decode_kernel, "_has_tensor_cores", lambda: True)
+        monkeypatch.setattr(decode_kernel, "_tensor_cores", True)
+        monkeypatch.setattr(decode_kernel, "has_tensor_cores", lambda: True)
         monkeypatch.setattr(decode_kernel, "kernel", cuda_on_cpu.kernel)
         yield monkeypatch
         decode_kernel._plan.cache_clear()
@@ -135,7 +135,7 @@ def test_few_heads_share_a_group_and_a_single_one_of_several_takes_no_tensor_cor
         tensor_cores.setattr(decode_kernel, "kernel", noted)
         decode_kernel._plan.cache_clear()
         types, left = (mx.bfloat16, mx.bfloat16), (False, False, 0, False, False)
-        plan = decode_kernel._plan(Quantized, types, (128, 128, 2, grouped), (4, 32), left, 1, sinks=False)
+        plan = decode_kernel._plan(Quantized, types, (128, 128, 2, grouped), (4, 32), left, 1, sinks=False, tensor=True)
         shared[grouped] = dict(plan.template)["GC"], "mma.sync" in texts[0]
         assert plan.chunks == grouped // shared[grouped][0]
     together = [1, 2, 3, 4, 5, 3, 7, 4]

@@ -111,3 +111,18 @@ def test_pieces_are_padded_and_put_together_again(tokens: int, few: int):
             assert not mx.any(piece[0, :, count:]).item()
         joined = query_kernels.join(pieces, spans)
         assert mx.array_equal(joined[0], queries[sequence].swapaxes(0, 1))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    "right, wrong",
+    [("", ""), ("i / D < count", "i / D < count - 1"), ("head * size * D + i]", "head * size * D + i / 2]")],
+)
+def test_kernels_that_do_otherwise_are_not_used(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch):
+    for name in ("_CUT", "_JOIN"):
+        text = getattr(query_kernels, name)
+        monkeypatch.setattr(query_kernels, name, text.replace(right, wrong) if right else text)
+    monkeypatch.setattr(query_kernels, "is_available", lambda: True)
+    query_kernels.work.cache_clear()
+    assert query_kernels.work() == (not right)
+    query_kernels.work.cache_clear()
