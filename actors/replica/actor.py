@@ -58,7 +58,6 @@ from ..rpc.local import LocalAddress, LocalServer
 from ..rpc.shell import answers
 from ..supervision.stall import pause_s
 from ..supervision.watchdog import ENGINE, Watchdog
-from .ahead import digest_ahead
 from .describing import Proving, model_info, replica_stats
 from .jobs.describing import job_model_info, job_stats
 from .jobs.host import JobHost
@@ -447,8 +446,6 @@ class ReplicaActor:
         folder = self._folder()
         found_s = time.monotonic() - began
         try:
-            if folder is not None and self._plan is None:
-                digest_ahead(self._model.source, folder, self._note_progress)
             # Imported here, so that callers need not import MLX and the event loop answers meanwhile.
             from .serving_of import serving_of
 

@@ -48,8 +48,8 @@ class TextsAhead:
     def load(self, folder: str, *, name: str = "", trusted: bool = False) -> TextModel:
         """As `load_text_model`."""
         early = self._early.pop(folder, None)
-        if early is not None and early.trusted == trusted and early.files == _files(Path(folder)):
-            with suppress(ModelLoadError):
+        with suppress(ModelLoadError, OSError):
+            if early is not None and early.trusted == trusted and early.files == _files(Path(folder)):
                 return early.loading.result()
         return load_text_model(folder, name=name, trusted=trusted)
 

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -87,12 +88,13 @@ def main() -> None:
     os.umask(0o077)
     if spec.ahead:
         # It belongs to this session and ends with it. Nobody reads what it says: replicas find the same errors.
-        subprocess.Popen(
-            [sys.executable, "-P", *spec.ahead],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        with suppress(OSError):
+            subprocess.Popen(
+                [sys.executable, "-P", *spec.ahead],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
     try:
         report = start_ray(spec)
     except BaseException:

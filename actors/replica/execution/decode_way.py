@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from ..kv.paged_cache import Reads
 
+TENSOR = "with tensor cores"
+
 
 @dataclass(frozen=True)
 class DecodeWay:
@@ -37,7 +39,7 @@ class DecodeWay:
     def describe(self) -> str:
         """Returns it as text, such as `by a kernel, compiled`."""
         more = ["compiled"] * self.compiled + ["with norms and rotations"] * self.fused + ["with sums"] * self.summed
-        more += ["with tensor cores"] * self.tensor
+        more += [TENSOR] * self.tensor
         way = ", ".join([self.reads.value, *more])
         return f"{way} ({self.reason})" if self.reason else way
 

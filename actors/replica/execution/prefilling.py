@@ -76,6 +76,9 @@ class Prefilling:
         self._note_next: Note | None = None
         self._timed: tuple[Note, int, float] | None = None
         self._ended_at = 0.0
+        # When the call that is running began, and the one whose prefill runs ahead.
+        self._call: float | None = None
+        self._call_ahead: float | None = None
         self.pieces = IN_ONE_PIECE
         self.workspace_bytes = 0
 
@@ -121,6 +124,7 @@ class Prefilling:
             shown: what followers need of pictures for it.
         """
         began, note, self._note_next = perf_counter(), self._note_next, None
+        self._call = began
         self._settle()
         if self.followers is None:
             for sequence_id, embeddings in shown.sequences.items():
@@ -130,7 +134,7 @@ class Prefilling:
         if self.followers is None:
             for sequence_id in shown.sequences:
                 self._pictures_of(sequence_id).embeddings.clear()
-        count = sum(len(tokens) for _, tokens in work)
+        count, self._call = sum(len(tokens) for _, tokens in work), None
         if self._ahead is None:
             self._note_workspace()
             if note is not None:
@@ -215,10 +219,12 @@ class Prefilling:
         elif self.runs_ahead:
             self.wait_for_prefill()
             mx.reset_peak_memory()
-            states: list[Any] = [array for _, array in tree_flatten([cache.state for cache in caches])]
+            found: list[Any] = [each for _, each in tree_flatten([cache.state for cache in caches])]
+            states = [each for each in found if isinstance(each, mx.array)]
             # One of them would do, but what is kept cannot be written in place.
-            self._ahead, self._followed = mx.depends([mx.array(0) + 0], states)[0], False
-            mx.async_eval(states, self._ahead)
+            (ended,) = mx.depends([mx.array(0) + 0], states)
+            mx.async_eval(states, ended)
+            self._ahead, self._call_ahead, self._followed = ended, self._call, False
         else:
             mx.eval([cache.state for cache in caches])
 
@@ -228,12 +234,12 @@ class Prefilling:
         if self._ahead is None:
             return
         mx.eval(self._ahead)
-        self._ahead = None
+        self._ahead, now = None, perf_counter()
         self._note_workspace()
         if self._timed is not None:
             (note, tokens, began), self._timed = self._timed, None
-            now = perf_counter()
             note(tokens, now - max(began, self._ended_at))
+        if self._call_ahead != self._call:
             self._ended_at = now
 
     def follow_prefill(self) -> None:

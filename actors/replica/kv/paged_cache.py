@@ -314,9 +314,9 @@ class PagedKVCache:
     def filter(self, sequences: Sequence[int]) -> None:
         """Keeps these sequences, in this order. The batch keeps their tables."""
         self.lengths = [self.lengths[sequence] for sequence in sequences]
-        self._writable = self._steps_by_kernel and sequences != []
+        self._writable = False
         if self._keys is not None and self._values is not None:
-            whole = self._writable and self._keys.shape[2] == self._values.shape[2] == BLOCK_TOKENS
+            whole = self._steps_by_kernel and self._keys.shape[2] == self._values.shape[2] == BLOCK_TOKENS
             more = padded_rows(len(sequences)) - len(sequences) if whole else 0
             indices = _rows(*sequences, *[*sequences[:1]] * more)
             self._keys, self._values, self._writable = self._keys[indices], self._values[indices], whole
@@ -337,7 +337,7 @@ class PagedKVCache:
     def extend(self, other: PagedKVCache) -> None:
         """Appends the sequences of another batch's cache. The batch appends their tables."""
         arrays = self._keys, self._values, other._keys, other._values
-        if self._steps_by_kernel and all(each is not None and each.shape[2] <= BLOCK_TOKENS for each in arrays):
+        if self._steps_by_kernel and all(each is not None and 0 < each.shape[2] <= BLOCK_TOKENS for each in arrays):
             lengths = [*self.lengths, *other.lengths]
             self._keys, self._values = block_kernels.stack(self._open(), other._open(), padded_rows(len(lengths)))
             self.lengths, self._writable = lengths, True

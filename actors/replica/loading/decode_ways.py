@@ -21,7 +21,7 @@ from ....cluster.environment import kernels_wanted
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import on_gpu
-from ..execution.decode_way import DecodeWay, Trial, Tried, nobody
+from ..execution.decode_way import TENSOR, DecodeWay, Trial, Tried, nobody
 from ..execution.recorded.compiled_step import CompiledStep
 from ..execution.recorded.deferral import Deferral
 from ..execution.recorded.residual_sums import ResidualSums
@@ -91,11 +91,17 @@ def fastest(
     if kernels:
         # A kernel can end the process. What it leaves is read at the next load.
         findings.note(_TRYING, _VERSION, tries + 1)
-    found = _found(model, spec, context_tokens, pieces, tried, whole)
+    raised: list[str] = []
+
+    def told(trial: Trial) -> None:
+        raised.extend([trial.way] if _FAILS in trial.reason else [])
+        tried(trial)
+
+    found = _found(model, spec, context_tokens, pieces, told, whole)
     decode_kernel.use_tensor_cores(found.tensor)
     if kernels:
         findings.note(_TRYING, _VERSION, 0)
-    if _FAILS not in found.reason:
+    if _FAILS not in found.reason and not any(TENSOR in way for way in raised):
         # Not stored if a test raised: the way need not be the cause, memory may have been short.
         findings.note(_WHAT, _VERSION, asdict(found) | {"reads": found.reads.value})
     return found
@@ -161,9 +167,9 @@ def _found(
     if whole and spec.policy is not None and spec.policy.quantizes and decode_kernel.has_tensor_cores():
         recorded = deferral, sums if way.summed else None
         reason, tensor_drafts = _why_not_compiled(model, spec, context_tokens, pieces, tried, *recorded, tensor=True)
-        if not reason:
-            return replace(way, tensor=True, drafts=tensor_drafts)
-        logger.info("blocks are not read with tensor cores: %s", reason)
+        if not reason and (tensor_drafts or not drafts):
+            return replace(way, tensor=True)
+        logger.info("blocks are not read with tensor cores: %s", reason or "steps with drafts compute something else")
     return way
 
 

@@ -171,6 +171,7 @@ def _see(loaded: LoadedModel, vision: Vision) -> None:
     executor = BatchExecutor(loaded)
     executor.open("", [], None, 0, pictures)
     executor.prefill([("", tokens)])
+    executor.wait_for_prefill()
     executor.join("", [*tokens, 0], Sampling(temperature=0.0, max_tokens=2), 0)
     executor.step()
     executor.leave([""])
@@ -182,6 +183,7 @@ def _prefill(loaded: LoadedModel, sequences: int, length: int) -> Iterator[None]
     for sequence in range(sequences):
         executor.open(str(sequence), [], None, 0)
     executor.prefill([(str(sequence), [0] * length) for sequence in range(sequences)])
+    executor.wait_for_prefill()
     yield
 
 
@@ -190,11 +192,13 @@ def _go_on(loaded: LoadedModel, sequences: int, blocks: int, length: int) -> Ite
     executor = BatchExecutor(loaded)
     executor.open("history", [], None, 0)
     executor.prefill([("history", [0] * (BLOCK_TOKENS + 1))])
+    executor.wait_for_prefill()
     block, tail = executor.cut("history", [(0, BLOCK_TOKENS), (BLOCK_TOKENS, BLOCK_TOKENS + 1)])
     assert isinstance(block, PooledBlock) and isinstance(tail, Slab)
     for sequence in range(sequences):
         executor.open(str(sequence), [block] * blocks, tail, 1)
     executor.prefill([(str(sequence), [0] * length) for sequence in range(sequences)])
+    executor.wait_for_prefill()
     yield
 
 
@@ -207,6 +211,7 @@ def _decode(loaded: LoadedModel, sequences: int, spread: int) -> Iterator[None]:
     for name in names:
         executor.open(name, [], None, 0)
     executor.prefill(list(prompts.items()))
+    executor.wait_for_prefill()
     yield
     for name in names:
         executor.join(name, [*prompts[name], 0], Sampling(temperature=0.0, max_tokens=2 * BLOCK_TOKENS), 0)

@@ -426,6 +426,9 @@ class Engine:
         """Prefills or embeds; takes turns if there is work for both. Returns False if there was nothing to do."""
         prefilled = not (self._embeds_next and self.embed.queue) and self.prefill.step()
         self._embeds_next = prefilled
+        if not prefilled and self.embed.queue:
+            # Otherwise each would be measured with a part of the other.
+            self.executor.wait_for_prefill()
         return prefilled or self.embed.step(decoding=bool(self.scheduler.decoding()))
 
     def _wait(self) -> None:

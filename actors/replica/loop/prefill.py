@@ -192,6 +192,8 @@ class PrefillLoop:
         self._pictures.drop_embeddings(sequence)
         sequence.span.decode()
         if not request.sampling.max_tokens:
+            # Nothing that reads from the device follows.
+            self._executor.wait_for_prefill()
             self._delivery.finish(sequence, SequenceUpdate(sequence.id, [], "length", prefill_s=sequence.placed_s))
             return
         drawn = request.generated + sequence.emitted

@@ -7,8 +7,9 @@ an open one, or `3.state.0` of a recurrent layer. Shapes are those of the slab's
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from functools import cache
 from itertools import accumulate
 
 import mlx.core as mx
@@ -19,6 +20,8 @@ from ..device.device import on_cuda
 from ..kernels.sealing import Plain, Quantized, Sealed
 from ..kv.caches import LayerKind, LayerKV, ModelCacheSpec, Record, Records, Slab
 from ..kv.pool import Field, LayerFields
+
+logger = logging.getLogger(__name__)
 
 _PAIR = ("keys", "values")
 
@@ -63,11 +66,22 @@ def _parts_of_slab(slab: Slab) -> dict[str, np.ndarray]:
         if entry is not None:
             names = entry._fields if isinstance(entry, Sealed) else _PAIR
             arrays |= {f"{index}.{name}": array for name, array in zip(names, entry, strict=True)}
-    if on_cuda():
-        # If MLX cannot, they leave the card one by one.
-        with suppress(RuntimeError, ValueError):
-            return in_one_piece(arrays)
+    if on_cuda() and _go_together():
+        return in_one_piece(arrays)
     return {name: to_numpy(array) for name, array in arrays.items()}
+
+
+@cache
+def _go_together() -> bool:
+    """Whether MLX can do `in_one_piece` on this device. Computed once."""
+    arrays = {"0": mx.ones((1, 2, 3), mx.bfloat16), "1": mx.arange(5, dtype=mx.uint32)}
+    try:
+        mx.eval(arrays)
+        together = in_one_piece(arrays)
+        return all(np.array_equal(together[name], to_numpy(array)) for name, array in arrays.items())
+    except (RuntimeError, ValueError) as error:
+        logger.warning("open blocks leave the card array by array: %s", error)
+        return False
 
 
 def in_one_piece(arrays: Mapping[str, mx.array]) -> dict[str, np.ndarray]:

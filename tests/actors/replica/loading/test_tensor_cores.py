@@ -84,3 +84,18 @@ def test_they_are_not_used_if_they_save_no_time(folder: Path, monkeypatch: pytes
     way = load(folder).way
     assert way.summed and not way.tensor
     assert timed == [1, decode_ways.LONG_SEQUENCES]
+
+
+def test_what_raised_is_tried_again_at_the_next_load(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    attend = decode_kernel.attend
+
+    def broken(*given: Any) -> mx.array:
+        if decode_kernel._tensor_cores:
+            raise RuntimeError("out of memory")
+        return attend(*given)
+
+    trials = tmp_path / "trials.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_kernel, "attend", broken)
+        assert not load(folder, trials).way.tensor
+    assert load(folder, trials).way.tensor

@@ -70,3 +70,42 @@ def test_what_is_prepared_is_not_measured(loaded: LoadedModel, noted: list[int])
     bench.prepare("default/a", list(range(400, 1000)))
     assert noted == before
     assert bench.run("next", list(range(400, 1000)), max_tokens=2, agent="default/a").cached == 512
+
+
+def test_a_prompt_is_not_charged_with_what_was_prepared_before_it(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    executor = running_ahead(loaded).engine.executor
+    clock, seconds = [0.0], list[float]()
+
+    def now() -> float:
+        clock[0] += 0.001
+        return clock[0]
+
+    monkeypatch.setattr("satchel.actors.replica.execution.prefilling.perf_counter", now)
+    wait = executor.wait_for_prefill
+
+    def waiting() -> None:
+        # What runs ahead takes 5 s.
+        clock[0] += 5.0 * (executor._ahead is not None)
+        wait()
+
+    monkeypatch.setattr(executor, "wait_for_prefill", waiting)
+    for name in ("prepared", "asked"):
+        executor.open(name, [], None, 0)
+    executor.prefill([("prepared", [7] * 300)])
+    executor.time_next(lambda tokens, took: seconds.append(took))
+    executor.prefill([("asked", [8] * 300)])
+    executor.wait_for_prefill()
+    assert seconds == [pytest.approx(5.0, abs=0.1)]
+
+
+def test_what_asks_for_no_token_ends_once_it_is_computed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    bench = running_ahead(loaded)
+    executor = bench.engine.executor
+    finish = bench.engine.delivery.finish
+
+    def finishing(*given: Any) -> None:
+        assert executor._ahead is None
+        finish(*given)
+
+    monkeypatch.setattr(bench.engine.delivery, "finish", finishing)
+    assert bench.run("none", list(range(5, 305)), max_tokens=0).finish == "length"
