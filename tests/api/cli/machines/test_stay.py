@@ -128,7 +128,7 @@ def join_server() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-def wait_until(true: Callable[[], object], timeout_s: float = 20.0) -> None:
+def wait_until(true: Callable[[], object], timeout_s: float = 60.0) -> None:
     ends = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < ends
