@@ -181,7 +181,7 @@ class Batch(Prefilling):
         """Forgets every sequence and every block, after the device has failed."""
         self._coming.clear()
         self._unlaunched, self._prefilling = [], False
-        self._ahead = self._timed = None
+        self.ahead.forget()
         self.forget()
         if self._loaded.pool is not None:
             self._loaded.pool.reset()

@@ -103,7 +103,7 @@ class BatchExecutor(Batch):
 
     def wait_for_prefill(self) -> None:
         """As `Batch.wait_for_prefill`. The next step says nothing about others."""
-        if self._ahead is not None:
+        if self.ahead.running:
             self.drafts.pause()
         super().wait_for_prefill()
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +18,7 @@ from .followers import Followers, ShownPictures, replayed
 from .loaded_model import LoadedModel
 from .media.language_inputs import ImageEmbeddings, SequencePart, SequencePictures
 from .padding import CALL_TOKENS, CALL_TOKENS_ELSEWHERE, batches_of, padded_tokens, pieces_of
+from .prefill_ahead import Note, PrefillAhead
 from .sequence_states import ExecutorSequence, Together
 
 CLEAR_EVERY_TOKENS = 8192
@@ -28,8 +28,6 @@ SPARE_MOST = 2.0
 """On CUDA it is not emptied if it has at most this many times the temporary memory of a prefill: that takes 15 ms, and
 the next prefill needs most of them again."""
 
-Note = Callable[[int, float], None]
-
 
 class Prefilling:
     """The sequences in prefill.
@@ -38,13 +36,11 @@ class Prefilling:
     and without a mask array cuDNN makes a plan for every new length. A CPU gains nothing from it, and mlx-lm's Mamba
     layers would take the padding into their state.
 
-    With `runs_ahead` a prefill is launched and not waited for: while the device computes it, the host launches a decode
-    step behind it and builds the next prefill. It waits only before it launches that one, so that the temporary memory
-    of no two prefills is needed at once.
-
     Attributes:
         followers: have the other layers of the model; None if it has all.
-        runs_ahead: as above; only where a device computes everything in the order in which it was launched.
+        runs_ahead: whether prefills run ahead (`prefill_ahead.py`). One is waited for before the next is launched, so
+            that the temporary memory of no two is needed at once.
+        ahead: the prefill that does.
         workspace_bytes: the most temporary memory that a prefill has needed.
         pieces: a piece ends after each layer of a prompt, so that requests are served during self-tests.
     """
@@ -68,17 +64,9 @@ class Prefilling:
         self._prefilling = False
         self._unlaunched: list[Any] = []
         self.runs_ahead = False
-        # What is there once the prefill that runs ahead has ended, and whether a decode step was launched behind it.
-        self._ahead: mx.array | None = None
-        self._followed = False
-        # Who is told how long the next prefill takes; who is told of the one that runs ahead, its tokens and begin; and
-        # when the one before had ended.
+        self.ahead = PrefillAhead()
+        # Who is told how long the next prefill takes.
         self._note_next: Note | None = None
-        self._timed: tuple[Note, int, float] | None = None
-        self._ended_at = 0.0
-        # When the call that is running began, and the one whose prefill runs ahead.
-        self._call: float | None = None
-        self._call_ahead: float | None = None
         self.pieces = IN_ONE_PIECE
         self.workspace_bytes = 0
 
@@ -123,8 +111,8 @@ class Prefilling:
         Args:
             shown: what followers need of pictures for it.
         """
-        began, note, self._note_next = perf_counter(), self._note_next, None
-        self._call = began
+        note, self._note_next = self._note_next, None
+        self.ahead.begin_call()
         self._settle()
         if self.followers is None:
             for sequence_id, embeddings in shown.sequences.items():
@@ -134,13 +122,10 @@ class Prefilling:
         if self.followers is None:
             for sequence_id in shown.sequences:
                 self._pictures_of(sequence_id).embeddings.clear()
-        count, self._call = sum(len(tokens) for _, tokens in work), None
-        if self._ahead is None:
+        count = sum(len(tokens) for _, tokens in work)
+        if not self.ahead.running:
             self._note_workspace()
-            if note is not None:
-                note(count, perf_counter() - began)
-        elif note is not None:
-            self._timed = note, count, began
+        self.ahead.end_call(count, note)
         self._since_clear += count
         if self._since_clear >= CLEAR_EVERY_TOKENS:
             self._since_clear = 0
@@ -220,34 +205,22 @@ class Prefilling:
             self.wait_for_prefill()
             mx.reset_peak_memory()
             found: list[Any] = [each for _, each in tree_flatten([cache.state for cache in caches])]
-            states = [each for each in found if isinstance(each, mx.array)]
-            # One of them would do, but what is kept cannot be written in place.
-            (ended,) = mx.depends([mx.array(0) + 0], states)
-            mx.async_eval(states, ended)
-            self._ahead, self._call_ahead, self._followed = ended, self._call, False
+            self.ahead.launch([each for each in found if isinstance(each, mx.array)])
         else:
             mx.eval([cache.state for cache in caches])
 
     @on_device()
     def wait_for_prefill(self) -> None:
         """Waits for a prefill that runs ahead."""
-        if self._ahead is None:
-            return
-        mx.eval(self._ahead)
-        self._ahead, now = None, perf_counter()
-        self._note_workspace()
-        if self._timed is not None:
-            (note, tokens, began), self._timed = self._timed, None
-            note(tokens, now - max(began, self._ended_at))
-        if self._call_ahead != self._call:
-            self._ended_at = now
+        if self.ahead.running:
+            self.ahead.wait()
+            self._note_workspace()
 
     def follow_prefill(self) -> None:
         """Call it before each decode step. The second one behind a prefill that runs ahead waits for it: reading the
         first one's tokens would be waiting for it too."""
-        if self._followed:
+        if self.ahead.is_followed():
             self.wait_for_prefill()
-        self._followed = True
 
     def _end_prefill(self) -> None:
         """Waits for the prefill in flight: what comes next writes its arrays."""
@@ -260,7 +233,7 @@ class Prefilling:
 
     def _begin_piece(self) -> None:
         self._end_prefill()
-        if self._ahead is None:
+        if not self.ahead.running:
             self._note_workspace()
             mx.reset_peak_memory()
 

@@ -19,6 +19,7 @@ def test_few_processors_are_left_to_ray(monkeypatch: pytest.MonkeyPatch):
     assert ahead.preparing(["float16", "auto", "auto"]) == ["-m", "satchel.actors.replica.ahead", "auto", "float16"]
 
 
+@pytest.mark.slow
 def test_the_program_compiles_what_replicas_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "cpu_count", lambda: ahead.PROCESSORS_MIN)
     settings = {

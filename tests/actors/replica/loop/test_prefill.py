@@ -80,12 +80,12 @@ def test_a_prompt_is_not_charged_with_what_was_prepared_before_it(loaded: Loaded
         clock[0] += 0.001
         return clock[0]
 
-    monkeypatch.setattr("satchel.actors.replica.execution.prefilling.perf_counter", now)
+    monkeypatch.setattr("satchel.actors.replica.execution.prefill_ahead.perf_counter", now)
     wait = executor.wait_for_prefill
 
     def waiting() -> None:
         # What runs ahead takes 5 s.
-        clock[0] += 5.0 * (executor._ahead is not None)
+        clock[0] += 5.0 * (executor.ahead.running)
         wait()
 
     monkeypatch.setattr(executor, "wait_for_prefill", waiting)
@@ -104,7 +104,7 @@ def test_what_asks_for_no_token_ends_once_it_is_computed(loaded: LoadedModel, mo
     finish = bench.engine.delivery.finish
 
     def finishing(*given: Any) -> None:
-        assert executor._ahead is None
+        assert not executor.ahead.running
         finish(*given)
 
     monkeypatch.setattr(bench.engine.delivery, "finish", finishing)
