@@ -27,8 +27,8 @@ from ..actors.rpc.spec import Client, method
 from ..actors.start import Report, drain, find_replicas, located, start_actors, wait_until_ready
 from ..actors.supervision.watchdog import Watchdog
 from ..cluster.audit import Audit
-from ..cluster.bring_up.ports import listens_to_strangers
-from ..cluster.config.config import Config, Tls
+from ..cluster.bring_up.ports import check_port_free, listens_to_strangers
+from ..cluster.config.config import Config, Endpoint
 from ..cluster.config.timing import Timing
 from ..cluster.environment import default_home
 from ..cluster.errors import ClusterError, NoAnswer, SatchelError
@@ -217,7 +217,7 @@ def deploy(config: Config, *, report: Report) -> Deployment:
     asyncio.run(wait_until_ready(planned, config.timeouts.model_load_s, report))
     deployment = Deployment(config)
     report("Waiting for the endpoint", None)
-    _await_health(deployment.url, config.endpoint.tls)
+    _await_health(deployment.url, config.endpoint)
     EndpointClient(config.timing).warm().within(config.timeouts.model_load_s).wait()
     return deployment
 
@@ -272,13 +272,13 @@ def _start_endpoint(config: Config) -> None:
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _await_health(url: str, tls: Tls | None) -> None:
+def _await_health(url: str, endpoint: Endpoint) -> None:
     ends = time.monotonic() + ENDPOINT_START_S
     last = "no answer"
     while time.monotonic() < ends:
         try:
             # Read again each time: the certificate may be replaced while models load.
-            verify = True if tls is None else client_context(tls.certificate)
+            verify = True if endpoint.tls is None else client_context(endpoint.tls.certificate)
             answer = httpx.get(f"{url}/health", timeout=5.0, trust_env=False, verify=verify)
         except (httpx.HTTPError, SatchelError) as error:
             healthy, last = False, str(error)
@@ -290,6 +290,7 @@ def _await_health(url: str, tls: Tls | None) -> None:
         if healthy and status == "RUNNING":
             return
         if application is not None and status == "DEPLOY_FAILED":
+            check_port_free(endpoint.listen, endpoint.port)
             raise ClusterError(f"the endpoint does not start: {application.message}")
         time.sleep(POLL_S)
     raise ClusterError(f"the endpoint at {url} did not come up within {ENDPOINT_START_S:.0f} s: {last}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import secrets
 import socket
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from ..config.config import Endpoint
@@ -12,6 +14,12 @@ from ..errors import ClusterError, PortInUse
 from ..home import Home
 from ..keys import Key, read_keys
 from ..trust.endpoint_certificate import Advice, check_certificate
+
+GIVEN_PORTS = range(20_000, 32_768)
+"""Above them are the ports that Linux gives away by itself (macOS begins at 49,152), below them those of Ray's
+workers."""
+
+TRIES = 100
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -76,8 +84,14 @@ def check_endpoint(endpoint: Endpoint, home: Home) -> list[Advice]:
 
 
 def free_port(listen: str = "127.0.0.1") -> int:
-    """Returns a port that was free a moment ago."""
-    with socket.socket(socket.AF_INET6 if ":" in listen else socket.AF_INET) as probe:
+    """Returns a port that was free a moment ago. The system gives none of these to connections, nor to servers that
+    take any port, as Ray's do: until somebody listens there, one of them could take it."""
+    family = socket.AF_INET6 if ":" in listen else socket.AF_INET
+    for _ in range(TRIES):
+        with socket.socket(family) as probe, suppress(OSError):
+            probe.bind((listen, secrets.choice(GIVEN_PORTS)))
+            return int(probe.getsockname()[1])
+    with socket.socket(family) as probe:
         probe.bind((listen, 0))
         return int(probe.getsockname()[1])
 
