@@ -4,13 +4,13 @@ place."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from itertools import accumulate
 
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from .gpu_kernels import Template, kernel, units
+from .gpu_kernels import Template, int_numbers, kernel, units
 from .sealing import Sealed, SealPolicy, seal, value_group
 
 _WRITE = """
@@ -169,7 +169,7 @@ def write_records(pool: Sealed, slots: mx.array, records: mx.array, starts: Sequ
         records: `(n, nbytes) uint8`.
         starts: where each array begins in a record, in bytes; multiples of four, as `nbytes`.
     """
-    places, told = [str(at) for at in range(len(starts))], _starts(tuple(starts))
+    places, told = [str(at) for at in range(len(starts))], int_numbers(*starts)
     return _copied(
         f"write_records_{len(starts)}",
         _WRITE_RECORDS,
@@ -260,11 +260,6 @@ def _copied(
     )[0]
 
 
-@lru_cache(1024)
-def _starts(starts: tuple[int, ...]) -> mx.array:
-    return mx.array(starts, mx.int32)
-
-
 def unseal(
     pool: Sealed, table: mx.array, keys: mx.array, values: mx.array, policy: SealPolicy, order: mx.array
 ) -> tuple[mx.array, mx.array]:
@@ -284,7 +279,7 @@ def unseal(
     length = blocks * BLOCK_TOKENS + tokens
     inputs = (*pool._fields, "slots", "sizes", "open_keys", "open_values", "order")
     made = kernel("unseal", inputs, ("keys", "values"), _UNSEAL)(
-        inputs=[*pool, table, _numbers(blocks, tokens), keys, values, order],
+        inputs=[*pool, table, int_numbers(blocks, tokens), keys, values, order],
         template=[
             *(("T", keys.dtype), ("DK", key_dim), ("DV", value_dim), ("PV", -(-value_dim // 32) * 32)),
             *(("VG", value_group(value_dim)), ("KV", kv_heads)),
@@ -322,7 +317,7 @@ def append(
     dims, heads = (key_dim, new[1].shape[3]), (sequences, kv_heads)
     names = ("keys", "values", "rest_keys", "rest_values")
     made = kernel("append", ("old_keys", "old_values", "new_keys", "new_values", "numbers"), names, _APPEND)(
-        inputs=[*before, *new, _numbers(before[0].shape[2], tokens, columns, sequences, *opened, *full)],
+        inputs=[*before, *new, int_numbers(before[0].shape[2], tokens, columns, sequences, *opened, *full)],
         template=[
             *(*units("K", new[0].dtype, dims[0]), *units("V", new[1].dtype, dims[1])),
             *(("KV", kv_heads), ("REST", rest)),
@@ -349,7 +344,7 @@ def stack(first: tuple[mx.array, mx.array], second: tuple[mx.array, mx.array], r
     dims = first[0].shape[3], first[1].shape[3]
     inputs = ("first_keys", "first_values", "second_keys", "second_values", "numbers")
     made = kernel("stack", inputs, ("keys", "values"), _STACK)(
-        inputs=[*first, *second, _numbers(tokens, count, columns, others)],
+        inputs=[*first, *second, int_numbers(tokens, count, columns, others)],
         template=[
             *(*units("K", first[0].dtype, dims[0]), *units("V", first[1].dtype, dims[1])),
             ("KV", kv_heads),
@@ -360,8 +355,3 @@ def stack(first: tuple[mx.array, mx.array], second: tuple[mx.array, mx.array], r
         output_dtypes=[first[0].dtype] * 2,
     )
     return made[0], made[1]
-
-
-@lru_cache(256)
-def _numbers(*numbers: int) -> mx.array:
-    return mx.array(numbers, mx.int32)

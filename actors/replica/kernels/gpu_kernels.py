@@ -23,7 +23,7 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -108,6 +108,12 @@ def units(name: str, dtype: mx.Dtype, dim: int) -> Template:
     if dim * dtype.size % 4:
         return [(f"U{name}", dtype), (f"D{name}", dim)]
     return [(f"U{name}", mx.uint32), (f"D{name}", dim * dtype.size // 4)]
+
+
+@lru_cache(1024)
+def int_numbers(*numbers: int) -> mx.array:
+    """Returns `(n,) int32` numbers that a kernel is told. All layers of a call get the same array."""
+    return mx.array(numbers, mx.int32)
 
 
 def is_available() -> bool:

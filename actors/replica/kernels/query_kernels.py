@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 
 import mlx.core as mx
 
-from .gpu_kernels import is_available, kernel, units
+from .gpu_kernels import int_numbers, is_available, kernel, units
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def cut(queries: mx.array, sequence: int, spans: Spans) -> list[mx.array]:
     _, heads, length, dim = queries.shape
     sizes = [size for _, _, size in spans]
     (flat,) = kernel("cut_queries", ("queries", "numbers"), ("pieces",), _CUT)(
-        inputs=[queries, _numbers(length, sequence, *(number for span in spans for number in span))],
+        inputs=[queries, int_numbers(length, sequence, *(number for span in spans for number in span))],
         template=[*units("", queries.dtype, dim), ("HEADS", heads)],
         grid=(heads * sum(map(_groups, sizes)) * 256, 1, 1),
         threadgroup=(256, 1, 1),
@@ -92,7 +92,7 @@ def join(pieces: Sequence[mx.array], spans: Spans) -> mx.array:
     counts, names = [count for _, count, _ in spans], [f"piece_{at}" for at in range(len(pieces))]
     body = _JOIN.replace("PIECES", "\n  ".join(f"PIECE({name}, {at})" for at, name in enumerate(names)))
     return kernel(f"join_queries_{len(pieces)}", (*names, "numbers"), ("joined",), body)(
-        inputs=[*pieces, _numbers(*(number for span in spans for number in span))],
+        inputs=[*pieces, int_numbers(*(number for span in spans for number in span))],
         template=[*units("", pieces[0].dtype, dim), ("HEADS", heads)],
         grid=(heads * sum(map(_groups, counts)) * 256, 1, 1),
         threadgroup=(256, 1, 1),
@@ -121,8 +121,3 @@ def work() -> bool:
 
 def _groups(tokens: int) -> int:
     return -(-tokens // TOKENS)
-
-
-@lru_cache(256)
-def _numbers(*numbers: int) -> mx.array:
-    return mx.array(numbers, mx.int32)

@@ -7,13 +7,12 @@ other one. The kernel is used only if it agreed with the plain operations (`page
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from .gpu_kernels import kernel
+from .gpu_kernels import int_numbers, kernel
 
 PARTS = 8
 """Groups of threads for a block of a sequence's KV head: the first half seals keys, the other half values."""
@@ -147,7 +146,7 @@ def seal(
     value_dim, tokens = values.shape[3], blocks * BLOCK_TOKENS
     heads = sequences, kv_heads
     return kernel("seal", ("keys", "values", "sizes"), _FIELDS, _body(_IN_ARRAYS))(
-        inputs=[keys, values, _numbers(tokens, columns)],
+        inputs=[keys, values, int_numbers(tokens, columns)],
         template=_template(keys, values, bits, groups, padded, scale),
         grid=(sequences * kv_heads * blocks * PARTS * 256, 1, 1),
         threadgroup=(256, 1, 1),
@@ -187,7 +186,7 @@ def seal_into(
         (1,) uint32, a zero that is computed once the blocks are written.
     """
     kv_heads, padded, scale = keys.shape[1], pool[4].shape[3] * 32 // bits[1], pool[1].dtype
-    told = _numbers(keys.shape[2], *(number for place in places for number in place))
+    told = int_numbers(keys.shape[2], *(number for place in places for number in place))
     names = (*_FIELDS, "keys", "values", "places", "slots", "order")
     return kernel(f"write_sealed_{len(_FIELDS)}", names, ("done",), _body(_IN_SLOTS))(
         inputs=[*pool, keys, values, told, slots, order],
@@ -212,8 +211,3 @@ def _template(
         *(("KG", groups[0]), ("VG", groups[1]), ("KB", bits[0]), ("VB", bits[1])),
         *(("HALF", scale == mx.float16), ("PARTS", PARTS)),
     ]
-
-
-@lru_cache(256)
-def _numbers(*numbers: int) -> mx.array:
-    return mx.array(numbers, mx.int32)
