@@ -33,11 +33,11 @@ KEYS_AHEAD = False
 VALUES_AHEAD = False
 """Whether a unit's value codes are loaded before its keys are multiplied; all steps of values are unrolled then."""
 
-PREFETCHED = 0
+PREFETCHED = 1
 """Which units are fetched into the device's cache before they are loaded: 0 for none, 1 for a warp's first, while the
 queries are computed, 2 for all."""
 
-GROUPS_AT_ONCE = 0
+GROUPS_AT_ONCE = 4
 """For how many groups of threads a multiprocessor must have registers; 0 if the compiler decides."""
 
 

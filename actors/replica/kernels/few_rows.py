@@ -25,42 +25,59 @@ from .gpu_kernels import kernel
 ROWS_LEAST = 2
 """The fewest rows for the kernel: for one row MLX's kernel reads weights only once too."""
 
-GROUPS_WANTED = 128
-"""This many groups of threads, each with 16, 32 or 64 outputs, keep a large device busy."""
-
 ROWS_MOST = 32
 _BITS, _GROUP_SIZES = 4, (64, 128)
 
-# Template: T, GS (weights a scale), NT (tiles of 8 rows), BIAS; and of a group of threads R (tiles of 16 outputs) and W
-# (warps). `sizes` are the rows, outputs, inputs, and where each part of the outputs ends. PART is the array of a part,
-# (rows, width).
+# Template: T, GS (weights a scale), NT (tiles of 8 rows), BIAS; and of a group of threads R (tiles of 16 outputs), W
+# (warps) and RUN. `sizes` are the rows, outputs, inputs, and where each part of the outputs ends. PART is the array of
+# a part, (rows, width).
 #
-# The warps share the inputs, 64 at a time. In a tensor core's product the left side is weights, (16 outputs, 16
-# inputs), and the right side rows, (16 inputs, 8 rows). The order of inputs is free as long as both sides agree: lane
-# 4g + q has inputs 16q to 16q+15 of outputs g and g+8 and of row g, and passes input p of eight together with input
-# p+4, as they are in a word. A weight's code c is in the low bits of the number BASE + c. `sums`, which add up only the
-# rows' inputs, are used to subtract BASE again, and for the weights' bias.
+# The warps share the inputs, a run of 64 * RUN at a time, of which a step multiplies 64. While a warp multiplies a run,
+# it loads the next one, so that memory always has enough to do; a run's scales are loaded together. In a tensor core's
+# product the left side is weights, (16 outputs, 16 inputs), and the right side rows, (16 inputs, 8 rows). The order of
+# inputs is free as long as both sides agree: lane 4g + q has inputs 16q to 16q+15 of outputs g and g+8 and of row g,
+# and passes input p of eight together with input p+4, as they are in a word. A weight's code c is in the low bits of
+# the number BASE + c. `sums`, which add up only the rows' inputs, are used to subtract BASE again, and for the weights'
+# bias.
 _BODY = """
-  constexpr int OUTPUTS = 16 * R, WIDE = OUTPUTS + 4;
+  constexpr int OUTPUTS = 16 * R, WIDE = OUTPUTS + 4, SN = RUN * 64 / GS > 1 ? RUN * 64 / GS : 1;
   constexpr unsigned int ONES = ONE_BITS, HIGH = BASE_BITS, LOW = 0x000f000fu;
   #define MULTIPLY(c, a0, a1, a2, a3, b0, b1) \\
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.KIND.KIND.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \\
         "{%0,%1,%2,%3};" \\
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) \\
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
-  struct Weights { uint2 words[R][2]; T scales[R][2]; T biases[R][2]; };
+  // Weights are read once, a line of the cache by four loads in turn.
+  #ifdef __CUDA_ARCH__
+  #define READ_WORDS(to, from) \\
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(to.x), "=r"(to.y) : "l"(from))
+  #else
+  #define READ_WORDS(to, from) to = *(from)
+  #endif
+  union Scales {
+    uint2 four; unsigned int two; unsigned short one;
+    T x[4];
+  };
   SHARED float sums_s[W * 8 * NT * WIDE];
   const int M = sizes[0], N = sizes[1], K = sizes[2], g = LANE >> 2, q = LANE & 3, first = GROUP * OUTPUTS;
   // An array may begin anywhere within another.
   const bool aligned = ((unsigned long long)x & 15) == 0;
   const unsigned int wide = K / 16, groups = K / GS;
-  auto load = [&](Weights& to, unsigned int k) {
+  uint2 ahead[RUN][R][2];
+  uint4 rows[RUN][NT][2];
+  Scales scales_now[R][2], biases_now[R][2], scales_next[R][2], biases_next[R][2];
+  auto row_of = [&](int r, int h) { return (unsigned int)((first + 16 * r < N ? first + 16 * r : 0) + 8 * h + g); };
+  auto few = [&](Scales& to, const T* from) {
+    if (SN == 4) to.four = *(const uint2*)from;
+    else if (SN == 2) to.two = *(const unsigned int*)from;
+    else to.one = *(const unsigned short*)from;
+  };
+  auto load_scales = [&](int run) {
     #pragma unroll
     for (int r = 0; r < R; r++) for (int h = 0; h < 2; h++) {
-      const unsigned int row = (first + 16 * r < N ? first + 16 * r : 0) + 8 * h + g, at = row * groups + k / GS;
-      to.words[r][h] = ((const uint2*)words)[row * wide + k / 16 + q];
-      to.scales[r][h] = scales[at];
-      to.biases[r][h] = biases[at];
+      const unsigned int at = row_of(r, h) * groups + (unsigned int)(run * RUN * 64) / GS;
+      few(scales_next[r][h], scales + at);
+      few(biases_next[r][h], biases + at);
     }
   };
   auto eight = [&](const T* from) {
@@ -68,53 +85,79 @@ _BODY = """
     const unsigned short* one = (const unsigned short*)from;
     return make_uint4(one[0] | one[1] << 16, one[2] | one[3] << 16, one[4] | one[5] << 16, one[6] | one[7] << 16);
   };
+  auto load = [&](int run, int step) {
+    const unsigned int k = (run * RUN + step) * 64;
+    #pragma unroll
+    for (int r = 0; r < R; r++) for (int h = 0; h < 2; h++)
+      READ_WORDS(ahead[step][r][h], (const uint2*)words + row_of(r, h) * wide + k / 16 + q);
+    #pragma unroll
+    for (int n = 0; n < NT; n++) for (int h = 0; h < 2; h++) {
+      const int row = 8 * n + g;
+      rows[step][n][h] = row < M ? eight(x + (unsigned int)(row * K + k + 16 * q + 8 * h)) : make_uint4(0, 0, 0, 0);
+    }
+  };
   float total[R][NT][4];
   #pragma unroll
   for (int r = 0; r < R; r++) for (int n = 0; n < NT; n++) for (int j = 0; j < 4; j++) total[r][n][j] = 0.f;
-  Weights now, next;
-  if (WARP * 64 < K) load(now, WARP * 64);
-  for (int k = WARP * 64; k < K; k += W * 64) {
-    if (k + W * 64 < K) load(next, k + W * 64);
-    unsigned int right[NT][8];
-    float sums[NT][4];
+  const int runs = K / (64 * RUN);
+  if (WARP < runs) {
+    load_scales(WARP);
     #pragma unroll
-    for (int n = 0; n < NT; n++) {
-      const int row = 8 * n + g;
+    for (int step = 0; step < RUN; step++) load(WARP, step);
+  }
+  for (int run = WARP; run < runs; run += W) {
+    const bool more = run + W < runs;
+    #pragma unroll
+    for (int r = 0; r < R; r++) for (int h = 0; h < 2; h++) {
+      scales_now[r][h] = scales_next[r][h];
+      biases_now[r][h] = biases_next[r][h];
+    }
+    if (more) load_scales(run + W);
+    #pragma unroll
+    for (int step = 0; step < RUN; step++) {
+      uint2 now[R][2];
       #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const uint4 v = row < M ? eight(x + (unsigned int)(row * K + k + 16 * q + 8 * h)) : make_uint4(0, 0, 0, 0);
+      for (int r = 0; r < R; r++) for (int h = 0; h < 2; h++) now[r][h] = ahead[step][r][h];
+      unsigned int right[NT][8];
+      #pragma unroll
+      for (int n = 0; n < NT; n++) for (int h = 0; h < 2; h++) {
+        const uint4 v = rows[step][n][h];
         right[n][4 * h] = __byte_perm(v.x, v.z, 0x5410);
         right[n][4 * h + 1] = __byte_perm(v.x, v.z, 0x7632);
         right[n][4 * h + 2] = __byte_perm(v.y, v.w, 0x5410);
         right[n][4 * h + 3] = __byte_perm(v.y, v.w, 0x7632);
       }
-      for (int j = 0; j < 4; j++) sums[n][j] = 0.f;
-      #pragma unroll
-      for (int i = 0; i < 4; i++) MULTIPLY(sums[n], ONES, ONES, ONES, ONES, right[n][2 * i], right[n][2 * i + 1]);
-    }
-    #pragma unroll
-    for (int r = 0; r < R; r++) {
-      unsigned int left[4][4];
-      #pragma unroll
-      for (int i = 0; i < 4; i++) for (int j = 0; j < 4; j++) {
-        const uint2 pair = now.words[r][j & 1];
-        left[i][j] = (((i < 2 ? pair.x : pair.y) >> (8 * (i & 1) + 4 * (j >> 1))) & LOW) | HIGH;
-      }
-      float scale[2], bias[2];
-      for (int h = 0; h < 2; h++) {
-        scale[h] = static_cast<float>(now.scales[r][h]);
-        bias[h] = static_cast<float>(now.biases[r][h]) - BASE * scale[h];
-      }
+      if (more) load(run + W, step);
+      float sums[NT][4];
       #pragma unroll
       for (int n = 0; n < NT; n++) {
-        float part[4] = {0.f, 0.f, 0.f, 0.f};
+        for (int j = 0; j < 4; j++) sums[n][j] = 0.f;
         #pragma unroll
-        for (int i = 0; i < 4; i++)
-          MULTIPLY(part, left[i][0], left[i][1], left[i][2], left[i][3], right[n][2 * i], right[n][2 * i + 1]);
-        for (int j = 0; j < 4; j++) total[r][n][j] += scale[j >> 1] * part[j] + bias[j >> 1] * sums[n][j & 1];
+        for (int i = 0; i < 4; i++) MULTIPLY(sums[n], ONES, ONES, ONES, ONES, right[n][2 * i], right[n][2 * i + 1]);
+      }
+      #pragma unroll
+      for (int r = 0; r < R; r++) {
+        unsigned int left[4][4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) for (int j = 0; j < 4; j++) {
+          const uint2 pair = now[r][j & 1];
+          left[i][j] = (((i < 2 ? pair.x : pair.y) >> (8 * (i & 1) + 4 * (j >> 1))) & LOW) | HIGH;
+        }
+        float scale[2], bias[2];
+        for (int h = 0; h < 2; h++) {
+          scale[h] = static_cast<float>(scales_now[r][h].x[step * 64 / GS]);
+          bias[h] = static_cast<float>(biases_now[r][h].x[step * 64 / GS]) - BASE * scale[h];
+        }
+        #pragma unroll
+        for (int n = 0; n < NT; n++) {
+          float part[4] = {0.f, 0.f, 0.f, 0.f};
+          #pragma unroll
+          for (int i = 0; i < 4; i++)
+            MULTIPLY(part, left[i][0], left[i][1], left[i][2], left[i][3], right[n][2 * i], right[n][2 * i + 1]);
+          for (int j = 0; j < 4; j++) total[r][n][j] += scale[j >> 1] * part[j] + bias[j >> 1] * sums[n][j & 1];
+        }
       }
     }
-    now = next;
   }
   // The warps' sums are added up in their order, so a product has the same bits every time.
   #pragma unroll
@@ -155,9 +198,9 @@ def multiply(layer: Any, x: mx.array, widths: Sequence[int]) -> list[mx.array]:
     """
     words, scales, bias = layer["weight"], layer["scales"], layer.get("bias")
     lead, inputs, outputs = x.shape[:-1], x.shape[-1], words.shape[0]
-    rows, tiles, output_tiles = x.size // inputs, _tiles(x.size // inputs), _output_tiles(outputs)
-    shape = tiles, output_tiles, _warps(tiles, output_tiles)
-    plan = _plan(x.dtype, layer.group_size, *shape, bias is not None, len(widths))
+    rows, tiles = x.size // inputs, _tiles(x.size // inputs)
+    shape = _shape(tiles, outputs, inputs)
+    plan = _plan(x.dtype, layer.group_size, tiles, *shape, bias is not None, len(widths))
     return plan.launch(
         inputs=[words, scales, layer["biases"], scales if bias is None else bias, x, _sizes(rows, inputs, *widths)],
         template=plan.template,
@@ -173,14 +216,21 @@ def _tiles(rows: int) -> int:
     return 1 if rows <= 8 else 2 if rows <= 16 else 4
 
 
-def _output_tiles(outputs: int) -> int:
-    """Returns how many tiles of 16 outputs a group of threads has."""
-    return next((each for each in (4, 2) if outputs >= GROUPS_WANTED * 16 * each), 1)
+_SHAPES = {
+    1: {65536: (4, 8, 2), 8192: (2, 8, 2), 0: (1, 4, 4)},
+    2: {65536: (4, 4, 2), 8192: (2, 4, 2), 4096: (2, 8, 2), 0: (1, 8, 4)},
+    4: {65536: (4, 4, 1), 4096: (2, 8, 2), 0: (1, 8, 2)},
+}
+"""By tiles of rows and the least outputs: a group's tiles of outputs, its warps, and the most steps of a run. The
+fastest on an H200 for the products of an 8B model."""
 
 
-def _warps(tiles: int, output_tiles: int) -> int:
-    """Returns how many warps a group of threads has: as many as there is room for their sums and registers."""
-    return 4 if tiles * output_tiles > 8 else 8
+def _shape(tiles: int, outputs: int, inputs: int) -> tuple[int, int, int]:
+    """Returns tiles of outputs and warps of a group, and steps of a run. All warps have a run if there are enough
+    inputs, and a run's scales can be loaded together."""
+    output_tiles, warps, most = next(shape for least, shape in _SHAPES[tiles].items() if outputs >= least)
+    runs = (run for run in (4, 2) if run <= most and inputs % (64 * run) == 0 and inputs >= 64 * run * warps)
+    return output_tiles, warps, next(runs, 1)
 
 
 @dataclass(frozen=True)
@@ -194,7 +244,9 @@ class _Plan:
 
 
 @cache
-def _plan(dtype: mx.Dtype, group_size: int, tiles: int, output_tiles: int, warps: int, bias: bool, parts: int) -> _Plan:
+def _plan(
+    dtype: mx.Dtype, group_size: int, tiles: int, output_tiles: int, warps: int, run: int, bias: bool, parts: int
+) -> _Plan:
     kind, ones, base_bits, base = KINDS[dtype]
     body = _BODY.replace("KIND", kind).replace("ONE_BITS", ones).replace("BASE_BITS", base_bits).replace("BASE", base)
     names = tuple(f"y{part}" for part in range(parts))
@@ -202,7 +254,8 @@ def _plan(dtype: mx.Dtype, group_size: int, tiles: int, output_tiles: int, warps
     for part in reversed(range(parts - 1)):
         chosen = f"part == {part} ? {names[part]} : {chosen}"
     body = body.replace("PART", chosen)
-    template = [("T", dtype), ("GS", group_size), ("NT", tiles), ("R", output_tiles), ("W", warps), ("BIAS", bias)]
+    template = [("T", dtype), ("GS", group_size), ("NT", tiles), ("BIAS", bias)]
+    template += [("R", output_tiles), ("W", warps), ("RUN", run)]
     return _Plan(kernel(f"few_rows_{kind}_{parts}", _INPUTS, names, body), template, 16 * output_tiles, 32 * warps)
 
 

@@ -26,7 +26,9 @@ _INDICES = "  const unsigned GROUP = group, THREAD = thread, LANE = thread & 31,
 _PRODUCT = re.compile(r'asm volatile\("mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\..*?"r"\(b1\)\)', re.DOTALL)
 
 
-def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Callable[..., list[mx.array]]:
+def kernel(
+    name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str, bounds: tuple[int, int] | None = None
+) -> Callable[..., list[mx.array]]:
     """Stands for `gpu_kernels.kernel`. What it changes in place is changed."""
 
     def run(*, inputs: Sequence[mx.array], template: Sequence[tuple[str, Any]], **how: Any) -> list[mx.array]:

@@ -57,15 +57,18 @@ def drawn(shape: tuple[int, ...], dtype: mx.Dtype = mx.bfloat16) -> mx.array:
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize(
-    ("rows", "inputs", "widths", "group_size", "output_tiles"),
+    ("rows", "inputs", "widths", "group_size", "shape"),
     [
-        (2, 64, (16,), 64, 1),
-        (8, 640, (48,), 64, 1),
-        (7, 256, (30, 2, 64), 128, 2),
-        (16, 512, (64, 112, 32), 64, 4),
-        (17, 1152, (96,), 128, 1),
-        (32, 256, (80, 32), 64, 2),
-        (29, 1024, (208,), 64, 4),
+        (2, 64, (16,), 64, (1, 8, 1)),
+        (8, 640, (48,), 64, (1, 4, 2)),
+        (3, 1792, (48, 16), 64, (1, 4, 4)),
+        (7, 256, (30, 2, 64), 128, (2, 8, 2)),
+        (16, 512, (64, 112, 32), 64, (4, 4, 2)),
+        (17, 1152, (96,), 128, (1, 8, 2)),
+        (17, 384, (96,), 128, (2, 8, 1)),
+        (32, 256, (80, 32), 64, (2, 8, 2)),
+        (29, 1024, (208,), 64, (4, 4, 1)),
+        (11, 1280, (80,), 128, (2, 2, 4)),
     ],
 )
 def test_the_kernel_multiplies(
@@ -74,11 +77,11 @@ def test_the_kernel_multiplies(
     inputs: int,
     widths: tuple[int, ...],
     group_size: int,
-    output_tiles: int,
+    shape: tuple[int, int, int],
     kernel: None,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(few_rows, "_output_tiles", lambda outputs: output_tiles)
+    monkeypatch.setattr(few_rows, "_shape", lambda *sizes: shape)
     layer = quantized(sum(widths), inputs, dtype, group_size=group_size, bias=rows % 2 == 1)
     x = drawn((rows, 1, inputs), dtype)
     parts = few_rows.multiply(layer, x, widths)
@@ -103,10 +106,13 @@ def test_rows_may_begin_anywhere_in_memory(kernel: None, monkeypatch: pytest.Mon
     assert error <= 1.5 * ROUNDING[mx.bfloat16] * mx.abs(expected).max()
 
 
-def test_work_is_divided_so_that_a_device_is_busy():
-    for outputs in (16, 1024, 4096, 6144, 8192, 151_936):
-        each = few_rows._output_tiles(outputs)
-        assert each in (1, 2, 4) and (each == 1 or outputs / (16 * each) >= few_rows.GROUPS_WANTED)
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+def test_runs_divide_the_inputs_and_all_warps_have_one(tiles: int):
+    for inputs in (64, 128, 896, 960, 1024, 2048, 4096, 12288):
+        for outputs in (16, 1024, 4096, 8192, 151_936):
+            _, warps, run = few_rows._shape(tiles, outputs, inputs)
+            assert inputs % (64 * run) == 0
+            assert run == 1 or inputs // (64 * run) >= warps
 
 
 def test_only_few_rows_of_the_weights_dtype_are_taken():
