@@ -39,60 +39,76 @@ _READ_RECORDS = """
   COPIES
 """
 
-# Template: T, DK, DV, PV, VG, KV, KB as in `decode_kernel.py`. A group of threads has one block of a sequence's KV
-# head, or 256 tokens that are not sealed; `sizes` are the numbers of both. Keys lie transposed, so they pass through
-# shared memory.
+# Template: T, DK, DV, PV, VG, KV, KB as in `decode_kernel.py`. A group of threads has a quarter of a block of a
+# sequence's KV head, or 64 tokens that are not sealed; `sizes` are the numbers of blocks and of those tokens. Keys lie
+# transposed, so their codes pass through shared memory; a thread has eight tokens of two channels.
 _UNSEAL = """
-  constexpr int KW = 8 * KB, KS = 256 / KG, PAD = KS + 1, PW = PV / 8, TILE = 64;
-  SHARED unsigned int codes_s[TILE * (KW + 1)];
+  constexpr int KW = 8 * KB, KS = 256 / KG, PW = PV / 8, QW = 2 * KB, QS = KG < 64 ? 64 / KG : 1, EW = sizeof(T) / 2;
+  union Eight { uint4 words[EW]; T x[8]; };
+  union Two { unsigned int words[EW]; T x[2]; };
   // Padded, so that neighbours read different banks.
-  SHARED float scales_s[TILE * PAD];
-  SHARED float biases_s[TILE * PAD];
-  const int used = sizes[0], C = sizes[1], places = used + (C + 255) / 256;
+  SHARED unsigned int codes_s[DK * (QW + 1)];
+  SHARED float scales_s[DK * QS];
+  SHARED float biases_s[DK * QS];
+  const int used = sizes[0], C = sizes[1], places = 4 * used + (C + 63) / 64;
   const int place = GROUP % places, rk = GROUP / places;
   const long row0 = (long)rk * (used * 256 + C);
-  if (place >= used) {
-    const int first = (place - used) * 256, count = C - first < 256 ? C - first : 256;
+  if (place >= 4 * used) {
+    const int first = (place - 4 * used) * 64, count = C - first < 64 ? C - first : 64;
     const long from = (long)rk * C + first, to = row0 + used * 256 + first;
-    for (int i = THREAD; i < count * DK; i += 256) keys[to * DK + i] = open_keys[from * DK + i];
-    for (int i = THREAD; i < count * DV; i += 256) values[to * DV + i] = open_values[from * DV + i];
+    for (int i = THREAD; i < count * DK / 2; i += 256)
+      ((DEVICE Two*)(keys + to * DK))[i] = ((const DEVICE Two*)(open_keys + from * DK))[i];
+    for (int i = THREAD; i < count * DV / 2; i += 256)
+      ((DEVICE Two*)(values + to * DV))[i] = ((const DEVICE Two*)(open_values + from * DV))[i];
     return;
   }
-  const long base = (long)slots[rk / KV * used + place] * KV + rk % KV, to = row0 + place * 256;
-  for (int d0 = 0; d0 < DK; d0 += TILE) {
-    const int n = DK - d0 < TILE ? DK - d0 : TILE;
-    const long from = base * DK + d0;
-    for (int i = THREAD; i < n * KW; i += 256) codes_s[i / KW * (KW + 1) + i % KW] = key_codes[from * KW + i];
-    for (int i = THREAD; i < n * KS; i += 256) {
-      const int at = i / KS * PAD + i % KS;
-      scales_s[at] = static_cast<float>(key_scales[from * KS + i]);
-      biases_s[at] = static_cast<float>(key_biases[from * KS + i]);
-    }
-    SYNC();
-    for (int i = THREAD; i < 256 * n; i += 256) {
-      const int t = i / n, d = i % n;
-      if (t == 0) {
-        keys[to * DK + d0 + d] = key_exact[from + d];
-        continue;
-      }
-      const int w = d * (KW + 1) + t * KB / 32, bit = t * KB % 32;
-      unsigned int code = codes_s[w] >> bit;
-      if (bit + KB > 32) code |= codes_s[w + 1] << (32 - bit);
-      const int at = d * PAD + t / KG;
-      const float number = scales_s[at] * static_cast<float>(code & ((1u << KB) - 1u)) + biases_s[at];
-      keys[(to + t) * DK + d0 + d] = static_cast<T>(number);
-    }
-    SYNC();
+  const int quarter = place & 3;
+  const long base = (long)slots[rk / KV * used + place / 4] * KV + rk % KV, to = row0 + place * 64;
+  for (int i = THREAD; i < DK * QW; i += 256)
+    codes_s[i / QW * (QW + 1) + i % QW] = key_codes[(base * DK + i / QW) * KW + quarter * QW + i % QW];
+  for (int i = THREAD; i < DK * QS; i += 256) {
+    const long at = (base * DK + i / QS) * KS + quarter * 64 / KG + i % QS;
+    scales_s[i] = static_cast<float>(key_scales[at]);
+    biases_s[i] = static_cast<float>(key_biases[at]);
   }
-  for (int i = THREAD; i < 256 * PW; i += 256) {
-    const int t = i / PW, w = i % PW;
-    const unsigned int word = value_codes[(base * 256 + t) * PW + w];
-    const float s = static_cast<float>(value_scales[(base * 256 + t) * (PV / VG) + w * 8 / VG]);
-    const float b = static_cast<float>(value_biases[(base * 256 + t) * (PV / VG) + w * 8 / VG]);
-    for (int j = 0; j < 8 && w * 8 + j < DV; j++) {
+  for (int i = THREAD; i < 64 * PW; i += 256) {
+    const int w = i % PW;
+    const long token = base * 256 + quarter * 64 + i / PW;
+    const unsigned int word = value_codes[token * PW + w];
+    const float s = static_cast<float>(value_scales[token * (PV / VG) + w * 8 / VG]);
+    const float b = static_cast<float>(value_biases[token * (PV / VG) + w * 8 / VG]);
+    const bool exact = quarter == 0 && i < PW;
+    Eight eight;
+    #pragma unroll
+    for (int j = 0; j < 8; j++) {
       const int d = w * 8 + j;
       const float number = s * static_cast<float>((word >> (4 * j)) & 15u) + b;
-      values[(to + t) * DV + d] = t == 0 ? value_exact[base * DV + d] : static_cast<T>(number);
+      eight.x[j] = exact && d < DV ? value_exact[base * DV + d] : static_cast<T>(number);
+    }
+    const long at = (to + i / PW) * DV + w * 8;
+    if (DV % 8 == 0) {
+      for (int e = 0; e < EW; e++) if (w * 8 < DV) ((DEVICE uint4*)values)[at / 8 * EW + e] = eight.words[e];
+    } else {
+      for (int j = 0; j < 8 && w * 8 + j < DV; j++) values[at + j] = eight.x[j];
+    }
+  }
+  SYNC();
+  for (int i = THREAD; i < 8 * (DK / 2); i += 256) {
+    const int d = i % (DK / 2) * 2, eight = i / (DK / 2);
+    #pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const int t = eight * 8 + j, bit = t * KB;
+      Two two;
+      #pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const int word = (d + n) * (QW + 1) + bit / 32, at = (d + n) * QS + t / KG % QS;
+        unsigned int code = codes_s[word] >> (bit % 32);
+        if (bit % 32 + KB > 32) code |= codes_s[word + 1] << (32 - bit % 32);
+        const float number = scales_s[at] * static_cast<float>(code & ((1u << KB) - 1u)) + biases_s[at];
+        two.x[n] = t == 0 && quarter == 0 ? key_exact[base * DK + d + n] : static_cast<T>(number);
+      }
+      for (int e = 0; e < EW; e++)
+        ((DEVICE unsigned int*)keys)[((to + t) * DK + d) / 2 * EW + e] = two.words[e];
     }
   }
 """
@@ -275,7 +291,7 @@ def unseal(
     """
     sequences, kv_heads, tokens, key_dim = keys.shape
     value_dim, blocks = values.shape[3], table.shape[1]
-    groups = sequences * kv_heads * (blocks + -(-tokens // BLOCK_TOKENS))
+    groups = sequences * kv_heads * (4 * blocks + -(-tokens // 64))
     length = blocks * BLOCK_TOKENS + tokens
     inputs = (*pool._fields, "slots", "sizes", "open_keys", "open_values", "order")
     made = kernel("unseal", inputs, ("keys", "values"), _UNSEAL)(

@@ -11,22 +11,32 @@ is dequantized.
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
 from ...patches import rebound
+from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import on_cuda, on_gpu
-from ..kernels import decode_kernel, query_kernels
+from ..kernels import decode_kernel, gpu_kernels, prefill_kernel, query_kernels
 from ..kernels.decode_views import DecodeView, KernelView
 from ..kernels.sealing import Plain, SealPolicy, put, value_group
 from .paged_cache import PagedKVCache
 from .query_pieces import Piece, is_padded, pieces_of
+from .steps import mask_of, step_of
+
+logger = logging.getLogger(__name__)
 
 NAME = "scaled_dot_product_attention"
+
+PREFILL_TOLERANCE = 2e-2
+"""How far the kernel's outputs may be off, relative to the largest. It rounds probabilities to 16 bits."""
 
 FEW_QUERIES = 128
 """With at most this many queries a sequence, padding included, `attend_few` computes attention on CUDA: a short turn
@@ -60,6 +70,12 @@ class Heads:
     value_dim: int
     dtype: mx.Dtype
     sinks: mx.Dtype | None
+
+    @classmethod
+    def of(cls, queries: mx.array, keys: mx.array, values: mx.array, sinks: mx.array | None) -> Heads:
+        """Returns those of arrays, `(sequences, heads, queries or columns, dim)` each."""
+        sizes = queries.shape[1], keys.shape[1], keys.shape[3], values.shape[3]
+        return cls(*sizes, queries.dtype, None if sinks is None else sinks.dtype)
 
     @property
     def planned(self) -> bool:
@@ -116,12 +132,17 @@ class _Attend:
         mask: mx.array,
         named: dict[str, Any],
     ) -> mx.array:
-        """Attention with an array mask, in shapes that need no plan or that have plans already.
+        """Attention with an array mask: by the kernel, or else in shapes that need no plan or that have plans already.
 
         Args:
             mask: (sequences or 1, 1, queries, columns) bool.
             named: the other arguments of `plain`.
         """
+        heads, sinks = Heads.of(queries, keys, values, named.get("sinks")), named.get("sinks")
+        window = cache.batch.window_of(cache.group, mask)
+        chunk = cache.chunk if keys.shape[2] % BLOCK_TOKENS == 0 else None
+        if chunk is not None and window is not None and prefill_kernel_works(heads, bool(window)):
+            return prefill_kernel.attend(queries, keys, values, chunk, named["scale"], window, sinks)
         if is_few(queries, keys):
             return attend_few(queries, keys, values, mask, named["scale"], named.get("sinks"))
         if mask.shape[1:] == (1, queries.shape[2], keys.shape[2]) and is_padded(keys.shape[2]):
@@ -147,8 +168,7 @@ class _Attend:
         Plans are kept by strides too, so all arrays are contiguous.
         """
         own, sinks = slice(sequence, sequence + 1), named.get("sinks")
-        heads, (kv_heads, key_dim), value_dim = queries.shape[1], (keys.shape[1], keys.shape[3]), values.shape[3]
-        self.met.add(Heads(heads, kv_heads, key_dim, value_dim, queries.dtype, None if sinks is None else sinks.dtype))
+        self.met.add(Heads.of(queries, keys, values, sinks))
         keys, values = mx.contiguous(keys[own]), mx.contiguous(values[own])
         seen = mask[min(sequence, len(mask) - 1), 0]
         pieces = pieces_of(queries.shape[2], few_at_once(queries[own], keys))
@@ -173,6 +193,49 @@ class _Attend:
         bias = mx.zeros((queries, columns), heads.dtype)[None, None]
         sinks = None if heads.sinks is None else mx.zeros((heads.heads,), heads.sinks)
         return self._plain(*arrays, None, scale=1.0, mask=bias, sinks=sinks)
+
+
+@cache
+def prefill_kernel_works(heads: Heads, window: bool) -> bool:
+    """Whether a kernel computes prompts' attention with these heads, and agrees with plain products. If it does not,
+    the reason is logged. Computed once."""
+    counts, dims = (heads.heads, heads.kv_heads), (heads.key_dim, heads.value_dim)
+    if not (
+        decode_kernel.has_tensor_cores()
+        and gpu_kernels.is_available()
+        and prefill_kernel.fits(counts, dims, heads.dtype)
+    ):
+        return False
+    try:
+        off = max(_prefill_kernel_off(heads, 200 if window else 0, splits) for splits in (1, 3))
+        reason = "" if off <= PREFILL_TOLERANCE else f"it is off by {off:.2g} of the largest output"
+    except RuntimeError as error:
+        reason = str(error)
+    if reason:
+        logger.warning("prompts attend without the kernel: %s", reason)
+    return not reason
+
+
+def _prefill_kernel_off(heads: Heads, window: int, splits: int) -> float:
+    """Returns how far the kernel's outputs are off those of plain products, relative to the largest."""
+    lengths, new, count = [520, 10], [300, 70], 320
+    step = step_of(lengths, window, new, padded=True)
+    mask = mask_of(step, lengths, step.first, count, window)
+    assert mask is not None
+    columns = BLOCK_TOKENS * step.used + step.columns
+    sizes = (heads.heads, count, heads.key_dim), (heads.kv_heads, columns, heads.key_dim)
+    shapes = [(2, *size) for size in (*sizes, (heads.kv_heads, columns, heads.value_dim))]
+    queries, keys, values = [
+        mx.random.normal(shape, key=mx.random.key(at)).astype(heads.dtype) for at, shape in enumerate(shapes)
+    ]
+    sinks = None if heads.sinks is None else mx.random.normal((heads.heads,), key=mx.random.key(9)).astype(heads.sinks)
+    scale, chunk = heads.key_dim**-0.5, prefill_kernel.Chunk(lengths, new, step.first, BLOCK_TOKENS * step.used, False)
+    got = prefill_kernel.attend(queries, keys, values, chunk, scale, window, sinks, splits)
+    plain = queries.astype(mx.float32), keys.astype(mx.float32), values.astype(mx.float32)
+    expected = attend_few(*plain, mask, scale, sinks)
+    pairs = [(got[at, :, :tokens], expected[at, :, :tokens]) for at, tokens in enumerate(new)]
+    off = [float(mx.abs(one.astype(mx.float32) - other).max() / mx.abs(other).max()) for one, other in pairs]
+    return math.inf if any(map(math.isnan, off)) else max(off)
 
 
 def _cut(queries: mx.array, sequence: int, pieces: Sequence[Piece]) -> list[mx.array]:

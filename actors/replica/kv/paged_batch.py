@@ -43,7 +43,8 @@ class PagedBatch:
         self.pool = pool
         self.tables = [list(sequence) for sequence in tables]
         self.reads = reads
-        self._masks: dict[int, mx.array] = {}
+        # The last mask of each group's layers, and its window; None if it does not follow from positions alone.
+        self._masks: dict[int, tuple[mx.array, int | None]] = {}
         self.bidirectional: list[Sequence[tuple[int, int]]] = []
         self._blocks: dict[int, tuple[Any, tuple[mx.array, list[int]]]] = {}
         self._blanks: dict[int, Slot] = {}
@@ -96,14 +97,20 @@ class PagedBatch:
             self.bidirectional = wanted
             self._lengths = None
 
-    def note_mask(self, group: int, mask: mx.array) -> None:
-        """Remembers the last mask that a group's layers were given."""
-        self._masks[group] = mask
+    def note_mask(self, group: int, mask: mx.array, window: int) -> None:
+        """Remembers the last mask that a group's layers were given, and its window, 0 for none."""
+        self._masks[group] = mask, None if self.bidirectional else window
+
+    def window_of(self, group: int, mask: mx.array) -> int | None:
+        """Returns the window of the last mask that a group's layers were given, 0 for none; None if `mask` is another
+        one, or if tokens attend to each other in it."""
+        made, window = self._masks.get(group, (None, None))
+        return window if made is mask else None
 
     def whole_mask(self, group: int, mask: mx.array, columns: int) -> mx.array:
         """Returns a mask `(sequences, 1, queries, columns)` in its original size, if a model has cut it to the columns
         for which its sequences have tokens."""
-        made = self._masks.get(group)
+        made, _ = self._masks.get(group, (None, None))
         cut = made is not None and mask.shape == (*made.shape[:3], mask.shape[3]) and mask.shape[3] < columns
         return made if made is not None and cut and made.shape[3] == columns else mask
 

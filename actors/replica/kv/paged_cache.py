@@ -23,6 +23,7 @@ import mlx.core as mx
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..kernels import block_kernels, decode_kernel, sealing
 from ..kernels.decode_views import DecodeView, KernelStep, KernelView, NewTokens, padded_rows
+from ..kernels.prefill_kernel import Chunk
 from ..kernels.sealing import Sealed, SealPolicy
 from .paged_batch import PagedBatch, Reads
 from .pool import BlockTable, SlotGroup, slots_of
@@ -45,6 +46,7 @@ class PagedKVCache:
 
     Attributes:
         view: what attention reads after the last `update_and_fetch`; None if it reads what that returned.
+        chunk: where its sequences' tokens are in what that returned.
         was_shared: whether another layer has asked for this one's KV.
     """
 
@@ -57,6 +59,7 @@ class PagedKVCache:
         self.lengths = list(lengths)
         self.batch = batch
         self.view: DecodeView | KernelView | None = None
+        self.chunk: Chunk | None = None
         self._group, self._place = batch.pool.of(layer)
         self._number = batch.pool.groups.index(self._group)
         self._keys: mx.array | None = None
@@ -92,7 +95,7 @@ class PagedKVCache:
         runs = self.batch.bidirectional
         mask = self._once(what, lambda: mask_of(step, self.lengths, step.first, N, window_size or 0, runs))
         if mask is not None:
-            self.batch.note_mask(self._number, mask)
+            self.batch.note_mask(self._number, mask, window_size or 0)
         return mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -137,6 +140,8 @@ class PagedKVCache:
             self._append_ragged(keys, values, step)
         open_keys, open_values = self._keys[:, :, : step.columns], self._values[:, :, : step.columns]
         before, self.lengths = self.lengths, step.after
+        sealed = 0 if index is None else BLOCK_TOKENS * step.used
+        self.chunk = Chunk(before, self._new(count), step.first, sealed, step.exact)
         self._seal(before, step, rest)
         if flat is not None:
             view = DecodeView(open_keys, open_values, seen, self._group.layer(self._place), **flat)

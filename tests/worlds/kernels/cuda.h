@@ -68,6 +68,24 @@ template <class H> static void multiply(
   wait_for_warp();
   memcpy(c, operands[warp][lane].d, 16);
 }
+struct Rows { const void* at[32]; };
+static Rows rows_of_warps[32][2];
+
+// PTX, "ldmatrix", four matrices of 8 rows of 16 bytes: lanes 8i to 8i + 7 have the rows of matrix i.
+static void load_matrices(unsigned* r, const void* row, bool turned) {
+  const int warp = running >> 5, lane = running & 31;
+  Rows& rows = rows_of_warps[warp][of_warps[warp].round & 1];
+  rows.at[lane] = row;
+  wait_for_warp();
+  for (int i = 0; i < 4; i++) {
+    unsigned short both[2];
+    for (int j = 0; j < 2; j++) {
+      const int one = lane >> 2, other = 2 * (lane & 3) + j;
+      both[j] = ((const unsigned short*)rows.at[8 * i + (turned ? other : one)])[turned ? one : other];
+    }
+    memcpy(&r[i], both, 4);
+  }
+}
 #define bf16 bfloat16
 #define f16 float16
 #define SHARED static

@@ -33,6 +33,7 @@ def kernel(
 
     def run(*, inputs: Sequence[mx.array], template: Sequence[tuple[str, Any]], **how: Any) -> list[mx.array]:
         dtypes = [*(array.dtype for array in inputs), *how["output_dtypes"]]
+        how.pop("shared_memory", None)
         return emulator.run(emulator.built(_text(names, dtypes, template, body)), inputs, **how)
 
     names = (*inputs, *outputs)

@@ -1,0 +1,121 @@
+"""The kernel for prompts' attention compared with plain products: its own text on a CPU, and itself where there is
+CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from satchel.actors.replica.device.device import on_cuda
+from satchel.actors.replica.kernels import prefill_kernel
+from satchel.actors.replica.kernels.prefill_kernel import Chunk
+from satchel.actors.replica.kv import attention
+from satchel.actors.replica.kv.steps import mask_of, step_of
+from tests.worlds.kernels import cuda_on_cpu, emulator
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernel, as far as this machine has it."""
+    if not on_cuda():
+        if lacks := emulator.lacks():
+            pytest.skip(lacks)
+        monkeypatch.setattr(prefill_kernel, "kernel", cuda_on_cpu.kernel)
+        prefill_kernel._plan.cache_clear()
+    yield
+    prefill_kernel._plan.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "new", "window", "exact", "heads", "dims", "splits"),
+    [
+        ([0], [100], 0, False, (4, 2), (64, 64), 1),
+        ([255], [2], 0, False, (2, 2), (64, 64), 1),
+        ([256], [1], 0, False, (2, 1), (64, 64), 1),
+        ([520, 10], [300, 70], 0, False, (4, 2), (64, 64), 1),
+        ([520, 10], [300, 70], 0, False, (2, 1), (64, 64), 3),
+        ([1000, 700], [300, 64], 200, False, (2, 1), (64, 64), 1),
+        ([1000, 700], [300, 64], 200, False, (2, 2), (64, 64), 2),
+        ([700], [300], 0, True, (2, 2), (64, 64), 1),
+        ([700, 256], [100, 200], 90, True, (2, 2), (64, 64), 2),
+        ([500], [130], 0, False, (4, 1), (128, 128), 1),
+        ([500], [13], 0, False, (2, 1), (96, 48), 2),
+        ([300], [60], 0, False, (2, 1), (256, 256), 1),
+        ([4000], [5], 0, False, (2, 1), (32, 16), 16),
+    ],
+)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+def test_it_agrees_with_plain_products(
+    lengths: list[int],
+    new: list[int],
+    window: int,
+    exact: bool,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    splits: int,
+    sinks: bool,
+    dtype: mx.Dtype,
+    kernel: None,
+):
+    count = -(-max(new) // 64) * 64
+    step = step_of(lengths, window, new, padded=True, exact=exact)
+    mask = mask_of(step, lengths, step.first, count, window)
+    assert mask is not None
+    columns, sequences = 256 * step.used + step.columns, len(lengths)
+    shapes = (heads[0], count, dims[0]), (heads[1], columns, dims[0]), (heads[1], columns, dims[1])
+    drawn = [mx.random.normal((sequences, *shape), key=mx.random.key(at)) for at, shape in enumerate(shapes)]
+    queries, keys, values = (each.astype(dtype) for each in drawn)
+    sunk = mx.random.normal((heads[0],), key=mx.random.key(9)) if sinks else None
+    chunk = Chunk(lengths, new, step.first, 256 * step.used, exact)
+    assert prefill_kernel.fits(heads, dims, dtype)
+    got = prefill_kernel.attend(queries, keys, values, chunk, 0.2, window, sunk, splits)
+    assert (got.shape, got.dtype) == ((sequences, heads[0], count, dims[1]), dtype)
+    plain = queries.astype(mx.float32), keys.astype(mx.float32), values.astype(mx.float32)
+    expected = attention.attend_few(*plain, mask, 0.2, sunk)
+    for sequence, tokens in enumerate(new):
+        off = mx.abs(got[sequence, :, :tokens].astype(mx.float32) - expected[sequence, :, :tokens]).max()
+        assert off <= 8e-3 * mx.abs(expected[sequence]).max()
+        assert not mx.any(got[sequence, :, tokens:]), "padding is zeros"
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims", "dtype"),
+    [
+        ((4, 2), (64, 64), mx.float32),
+        ((4, 2), (72, 64), mx.bfloat16),
+        ((4, 2), (576, 512), mx.bfloat16),
+        ((6, 4), (64, 64), mx.bfloat16),
+    ],
+)
+def test_other_heads_are_left_alone(heads: tuple[int, int], dims: tuple[int, int], dtype: mx.Dtype):
+    assert not prefill_kernel.fits(heads, dims, dtype)
+
+
+def test_few_groups_share_the_columns_of_a_tile():
+    assert prefill_kernel._splits(32, 30_000) > 4
+    assert prefill_kernel._splits(32, 100) == 1
+    assert prefill_kernel._splits(2000, 30_000) == 1
+
+
+def test_a_kernel_that_computes_something_else_is_not_used(
+    kernel: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    attention.prefill_kernel_works.cache_clear()
+    monkeypatch.setattr(attention.decode_kernel, "has_tensor_cores", lambda: True)
+    monkeypatch.setattr(attention.gpu_kernels, "is_available", lambda: True)
+    heads = attention.Heads(4, 2, 32, 32, mx.bfloat16, mx.bfloat16)
+    assert attention.prefill_kernel_works(heads, True)
+    attention.prefill_kernel_works.cache_clear()
+    attend = prefill_kernel.attend
+
+    def wrong(*given: Any) -> mx.array:
+        return attend(*given) * 1.1
+
+    monkeypatch.setattr(prefill_kernel, "attend", wrong)
+    assert not attention.prefill_kernel_works(heads, True)
+    assert "prompts attend without the kernel: it is off by" in caplog.text
+    attention.prefill_kernel_works.cache_clear()
