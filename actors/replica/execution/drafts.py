@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter
 
-import mlx.core as mx
-
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..drafting.drafter import Drafter
 from ..drafting.pace import WIDTHS, DraftPace, Hope
@@ -64,17 +62,17 @@ class Drafts:
             sequence.drafter = Drafter(sequence.tokens)
 
     def choose(
-        self, sequences: Sequence[ExecutorSequence], inputs: mx.array, *, ragged: bool = False
+        self, sequences: Sequence[ExecutorSequence], inputs: Callable[[], list[int]], *, ragged: bool = False
     ) -> list[list[int]]:
         """Returns what is drafted after every sequence's input; nothing at all if no draft pays.
 
         Args:
-            inputs: (sequences,), the next token of each; waits for it only if a draft is likely to pay.
+            inputs: returns the next token of each; is only asked if a draft is likely to pay, for it waits.
             ragged: as for `DraftPace.lengths`.
         """
         if not self.wanted or not any(self._lengths(sequences, ragged=ragged)):
             return []
-        self.note(sequences, inputs.tolist())  # type: ignore[arg-type]
+        self.note(sequences, inputs())
         lengths = self._lengths(sequences, ragged=ragged)
         if not any(lengths):
             return []

@@ -48,6 +48,9 @@ FORCED_HISTORY_MAX = 4096
 place."""
 
 
+Change = tuple[mx.array | None, Sequence[int], Sequence[int]]
+
+
 @dataclass
 class DrawnBatch(MicroBatch):
     """A micro-batch with what is drawn.
@@ -58,12 +61,28 @@ class DrawnBatch(MicroBatch):
         draw: what was drawn last, and of which sequence it is; None for drafts that are wrong.
         forced: the next tokens of the only sequence, at least two, if its grammar allows no others; the first is its
             input.
+        change: if sequences have joined or left since the inputs were drawn: what was drawn, the numbers of those that
+            stay, and the inputs of those that have joined.
     """
 
     sampler: Any = None
     inputs: mx.array | None = None
+    change: Change | None = None
     draw: tuple[Draw, list[str | None]] | None = None
     forced: Sequence[int] = ()
+
+    def tokens(self) -> list[int]:
+        """Returns the inputs of the next step. It only waits for what was drawn: `inputs` of a batch that has changed
+        are put together behind a prefill that runs ahead."""
+        assert self.inputs is not None
+        return _read_tokens(self.inputs, self.change)
+
+
+def _read_tokens(inputs: mx.array, change: Change | None) -> list[int]:
+    """As `DrawnBatch.tokens`."""
+    drawn, kept, joined = (inputs, None, ()) if change is None else change
+    tokens: list[int] = [] if drawn is None else drawn.tolist()  # type: ignore[assignment]
+    return tokens if kept is None else [*(tokens[index] for index in kept), *joined]
 
 
 class BatchExecutor(Batch):
@@ -163,8 +182,7 @@ class BatchExecutor(Batch):
         begun = [(index, sequence) for index, sequence in sequences if sequence.fed and not sequence.begun]
         if not begun or 2 * len(begun) < len(sequences) or batch.inputs is None or batch.draw is None:
             return []
-        tokens: list[int] = batch.inputs.tolist()  # type: ignore[assignment]
-        drawn = read(*batch.draw)
+        tokens, drawn = batch.tokens(), read(*batch.draw)
         return [
             Ready(sequence.sequence_id, tokens[index], *drawn[sequence.sequence_id], sequence.grammar_error)
             for index, sequence in begun
@@ -179,7 +197,7 @@ class BatchExecutor(Batch):
         sequence = batch.sequences[index]
         if batch.inputs is None or batch.draw is None or not sequence.fed:
             return None
-        tokens: list[int] = batch.inputs.tolist()  # type: ignore[assignment]
+        tokens = batch.tokens()
         return Ready(sequence_id, tokens[index], *read(*batch.draw)[sequence_id], sequence.grammar_error)
 
     @on_device()
@@ -268,7 +286,7 @@ class BatchExecutor(Batch):
         if self._micro_batches[source] is not batch:
             return
         assert batch.inputs is not None
-        batch.inputs = batch.inputs[mx.array(stay)]
+        batch.inputs, batch.change = batch.inputs[mx.array(stay)], None
         batch.sampler.keep(stay)
 
     def _step(self, number: int) -> list[Ready]:
@@ -283,7 +301,7 @@ class BatchExecutor(Batch):
         if (
             not self._seals
             and may_draft
-            and any(drafts := self.drafts.choose(now.sequences, now.inputs, ragged=self.takes_drafts))
+            and any(drafts := self.drafts.choose(now.sequences, now.tokens, ragged=self.takes_drafts))
         ):
             return self._step_ahead(now.inputs, drafts)
         ready = self._compute()
@@ -298,22 +316,21 @@ class BatchExecutor(Batch):
             launch: if False, it is computed once the tokens are asked for.
         """
         now: DrawnBatch = self._now
-        given, inputs, before, seals = self._given(), now.inputs, now.draw, self._seals
+        given, before, seals = self._given(), now.draw, self._seals
+        inputs, change = now.inputs, now.change
         assert inputs is not None
         forced, now.forced = now.forced, ()
         if forced:
             now.sampler.passed(forced[1:])
         logits = self.compute(given)
         draw = now.sampler(logits, self._masks(given, logits))
-        now.inputs, now.draw = (
-            draw.tokens.astype(mx.uint32),
-            (draw, [sequence.sequence_id for sequence in now.sequences]),
-        )
+        now.inputs, now.change = draw.tokens.astype(mx.uint32), None
+        now.draw = draw, [sequence.sequence_id for sequence in now.sequences]
         if launch or seals:
             mx.async_eval(now.inputs, *draw.arrays(), *(self._pool_arrays() if seals else ()))
         if seals:
             self.seal_filled()
-        tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
+        tokens = _read_tokens(inputs, change)
         ready = self._ready(tokens, before)
         ready += [Ready(now.sequences[0].sequence_id, token) for token in forced[1:]]
         if self.drafts.wanted:
@@ -353,7 +370,7 @@ class BatchExecutor(Batch):
         now: DrawnBatch = self._now
         # Such a step says nothing about others.
         self._changed, now.forced = True, ()
-        first: list[int] = inputs.tolist()  # type: ignore[assignment]
+        first = now.tokens()
         tokens = [[token, *draft] for token, draft in zip(first, drafts, strict=True)]
         logits = self.compute_ahead(tokens)
         sampler = now.sampler.ahead(drafts)
@@ -369,7 +386,7 @@ class BatchExecutor(Batch):
         self.take_back(lengths, clean=not checked.sound)
         sampler.keep(checked.last)
         now.sampler, now.draw = sampler, (draw, checked.owners)
-        now.inputs = draw.tokens[mx.array(checked.last)].astype(mx.uint32)
+        now.inputs, now.change = draw.tokens[mx.array(checked.last)].astype(mx.uint32), None
         self.drafts.note_wide(checked)
         self.advance(checked.computed)
         return ready + checked.ready
@@ -403,7 +420,7 @@ class BatchExecutor(Batch):
         constrained = [
             (index, sequence.grammar) for index, sequence in enumerate(self._sequences) if sequence.grammar is not None
         ]
-        tokens = [[token] for token in inputs.tolist()] if isinstance(inputs, mx.array) else [inputs]  # type: ignore[union-attr]
+        tokens = [[token] for token in self._now.tokens()] if isinstance(inputs, mx.array) else [inputs]
         for index, grammar in constrained:
             if self._sequences[index].fed:
                 for token in tokens[index]:
@@ -444,16 +461,18 @@ class BatchExecutor(Batch):
             return
         self.drafts.pause()
         self._changed = True
-        before = len(now.sequences)
+        before, drawn = len(now.sequences), now.inputs
+        told = now.change is None
         keep, joined = self.change()
         if len(keep) < before:
             assert now.inputs is not None
             now.inputs = now.inputs[mx.array(keep)]
             now.sampler.keep(keep)
+        first = [each.moved[0].token if each.moved else each.tokens[-1] for each in joined]
         if joined:
-            first = [each.moved[0].token if each.moved else each.tokens[-1] for each in joined]
             inputs = mx.array(first, dtype=mx.uint32)
             now.inputs = inputs if now.inputs is None else mx.concatenate([now.inputs, inputs])
+        now.change = (drawn, keep, first) if told else None
         for sequence in joined:
             if sequence.moved is not None:
                 now.sampler.add_state(sequence.moved[1])

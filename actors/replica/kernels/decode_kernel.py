@@ -454,15 +454,15 @@ def _plan(
     template += [("KV", kv_heads), ("G", grouped), ("GC", together), ("FM", most)]
     template += [*zip(("KB", "KG"), coded, strict=True), ("SINKS", sinks)]
     template += zip(("QN", "KN", "ROPE", "NEXT", "POWERS"), left, strict=True)
-    name, texts, bounds = f"{kind.__name__.lower()}_decode", {"MEMORY": _MEMORY, "EARLY": "", "UNITS": _UNITS}, {}
+    name, texts = f"{kind.__name__.lower()}_decode", {"MEMORY": _MEMORY, "EARLY": "", "UNITS": _UNITS}
     if tensor:
-        name, texts, bounds = f"{name}_tensor", decode_tensor.texts(), decode_tensor.bounds(WARPS * 32)
+        name, texts = f"{name}_tensor", decode_tensor.texts()
     body = f"  #define PLAIN {int(plain)}\n{_BODY}"
     for place, text in texts.items():
         body = body.replace(f"{place}\n", text)
     read = (*_ROWS[0], *kind._fields, *_ROWS[1], *_NUMBERS)
-    one = kernel(f"{name}_one", read, ("out",), body.replace("FINISH", _FINISH_ONE), **bounds)
-    parts = kernel(f"{name}_parts", read, _PARTS, body.replace("FINISH", _FINISH_PART), **bounds)
+    one = kernel(f"{name}_one", read, ("out",), body.replace("FINISH", _FINISH_ONE))
+    parts = kernel(f"{name}_parts", read, _PARTS, body.replace("FINISH", _FINISH_PART))
     join = kernel("decode_join", (*_PARTS, "numbers", "sinks"), ("out",), _JOIN)
     joined = [("T", dtype), ("DV", value_dim), ("HEADS", kv_heads * grouped), ("SINKS", sinks)]
     return _Kernels(grouped // together, one, parts, template, join, joined)

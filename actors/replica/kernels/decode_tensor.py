@@ -21,25 +21,6 @@ from .sealing import Quantized, Sealed, value_group
 HEADS_MOST = 4
 """Query heads of a group of threads: the product has two columns for each."""
 
-KEYS_AT_ONCE = 4
-"""How many steps of 16 channels of keys are unrolled."""
-
-VALUES_AT_ONCE = 2
-"""How many steps of 16 tokens' values are unrolled, of four."""
-
-KEYS_AHEAD = False
-"""Whether all of a unit's key codes are loaded before the first are multiplied; all steps of keys are unrolled then."""
-
-VALUES_AHEAD = False
-"""Whether a unit's value codes are loaded before its keys are multiplied; all steps of values are unrolled then."""
-
-PREFETCHED = 1
-"""Which units are fetched into the device's cache before they are loaded: 0 for none, 1 for a warp's first, while the
-queries are computed, 2 for all."""
-
-GROUPS_AT_ONCE = 4
-"""For how many groups of threads a multiprocessor must have registers; 0 if the compiler decides."""
-
 
 def fits(kind: type[Sealed], types: tuple[mx.Dtype, mx.Dtype], dims: tuple[int, int], coded: tuple[int, int]) -> bool:
     """Whether units of these blocks are read with tensor cores.
@@ -61,37 +42,8 @@ MEMORY = """\
 """What the kernel shares, aligned to four numbers."""
 
 _EARLY = """\
-  #ifdef __CUDA_ARCH__
-  #define FETCH(address) asm volatile("prefetch.global.L2 [%0];" : : "l"(address))
-  #else
-  #define FETCH(address) (void)(address)
-  #endif
-  // A warp's units are all the same quarters of blocks. It fetches a quarter of a block's key scales, too.
-  auto fetch = [&](unsigned int slot) {
-    const long base = (long)slot * KV + kvh, row0 = base * 256 + WARP * 64;
-    const long scales0 = (base * NW + WARP) * (DK * KS / NW);
-    for (int d = LANE; d < DK; d += 32) FETCH(key_codes + (base * DK + d) * KW + WARP * 8);
-    for (int i = LANE * 16; i < DK * KS / NW; i += 512) {
-      FETCH(key_scales + scales0 + i);
-      FETCH(key_biases + scales0 + i);
-    }
-    for (int i = LANE * 8; i < 64 * WD; i += 256) FETCH(value_codes + row0 * WD + i);
-    for (int i = LANE * 16; i < PV; i += 512) {
-      FETCH(value_scales + row0 * (PV / 64) + i);
-      FETCH(value_biases + row0 * (PV / 64) + i);
-    }
-  };
   const unsigned int* blocks = slots + begins[token];
-  unsigned int slot_next = 0;
-  const int unit0 = split * NW + (int)WARP;
-  if (unit0 < 4 * nb) {
-    slot_next = blocks[split];
-    if (PREFETCHED) fetch(slot_next);
-  } else if (PREFETCHED && (unit0 - 4 * nb) * 32 + (int)LANE < tl) {
-    const long row = ((long)owners[token] * KV + kvh) * 256 + (unit0 - 4 * nb) * 32 + (int)LANE;
-    for (int d = 0; d < DK; d += 16) FETCH((const T*)tail_keys + row * DK + d);
-    for (int d = 0; d < DV; d += 16) FETCH((const T*)tail_values + row * DV + d);
-  }
+  unsigned int slot_next = split * NW + (int)WARP < 4 * nb ? blocks[split] : 0;
 """
 
 _UNITS = """\
@@ -144,32 +96,19 @@ _UNITS = """\
     if (u + S * NW < 4 * nb) slot_next = blocks[(u + S * NW) >> 2];
     const long row0 = base * 256 + quarter * 64 + 4 * q;
     const unsigned int* values_from = value_codes + row0 * WD + g;
-    unsigned int ahead[VALUES_AHEAD ? 4 : 1][NV][4];
     float sc[8];
     if (sealed) {
-      if (VALUES_AHEAD) {
-        #pragma unroll
-        for (int i = 0; i < 16 * NV; i++) {
-          const int k = i / (4 * NV), v = i / 4 % NV, j = i & 3;
-          ahead[VALUES_AHEAD ? k : 0][v][j] = values_from[(16 * k + j) * WD + 8 * v];
-        }
-      }
       const unsigned int* codes = key_codes + base * DK * KW + 4 * q * KW + quarter * 8 + g;
       const long scales_at = base * DK * KS + 4 * q * KS + (quarter * 64 + (g & 1) * 32) / KG;
       const float4* from = queries_s + (theirs * DK >> 2) + q;
-      unsigned int keys[KEYS_AHEAD ? DK / 16 : 1][4];
-      if (KEYS_AHEAD) {
-        #pragma unroll
-        for (int i = 0; i < DK / 4; i++) keys[KEYS_AHEAD ? i >> 2 : 0][i & 3] = codes[(4 * (i & ~3) + (i & 3)) * KW];
-      }
       float c[4][4], bias = 0.f;
       #pragma unroll
       for (int i = 0; i < 16; i++) c[i >> 2][i & 3] = 0.f;
-      #pragma unroll KEYS_AT_ONCE
+      #pragma unroll 4
       for (int k = 0; k < DK / 16; k++) {
         unsigned int w[4];
         #pragma unroll
-        for (int j = 0; j < 4; j++) w[j] = KEYS_AHEAD ? keys[KEYS_AHEAD ? k : 0][j] : codes[(16 * k + j) * KW];
+        for (int j = 0; j < 4; j++) w[j] = codes[(16 * k + j) * KW];
         const float4 four = from[4 * k];
         const float x[4] = {four.x, four.y, four.z, four.w};
         float f[4], r[4];
@@ -206,7 +145,6 @@ _UNITS = """\
         const float x = (g & 4 ? c[j & 3][at + 1] : c[j & 3][at]) + offset;
         sc[j] = first + j < hide ? LOW : x;
       }
-      if (PREFETCHED == 2 && u + S * NW < 4 * nb) fetch(slot_next);
       // The block's first token, as computed.
       if (quarter == 0) {
         float x = 0.f;
@@ -278,13 +216,13 @@ _UNITS = """\
     SYNC_WARP();
     if (sealed) {
       const float4* from = buf_s + ((probs + theirs * BW) >> 2) + q;
-      #pragma unroll VALUES_AT_ONCE
+      #pragma unroll 2
       for (int k = 0; k < 4; k++) {
         unsigned int w[NV][4];
         #pragma unroll
         for (int i = 0; i < 4 * NV; i++) {
           const int v = i >> 2, j = i & 3;
-          w[v][j] = VALUES_AHEAD ? ahead[VALUES_AHEAD ? k : 0][v][j] : values_from[(16 * k + j) * WD + 8 * v];
+          w[v][j] = values_from[(16 * k + j) * WD + 8 * v];
         }
         const float4 four = from[4 * k];
         const float x[4] = {four.x, four.y, four.z, four.w};
@@ -371,19 +309,4 @@ _UNITS = """\
 
 def texts() -> dict[str, str]:
     """Returns what takes the places of the decode kernel's own text."""
-    numbers = {
-        "KEYS_AT_ONCE": 16 if KEYS_AHEAD else KEYS_AT_ONCE,
-        "VALUES_AT_ONCE": 4 if VALUES_AHEAD else VALUES_AT_ONCE,
-        "KEYS_AHEAD": int(KEYS_AHEAD),
-        "VALUES_AHEAD": int(VALUES_AHEAD),
-        "PREFETCHED": PREFETCHED,
-    }
-    found = {"MEMORY": MEMORY, "EARLY": _EARLY, "UNITS": _UNITS}
-    for name, number in numbers.items():
-        found = {place: text.replace(name, str(number)) for place, text in found.items()}
-    return found
-
-
-def bounds(threads: int) -> dict[str, tuple[int, int]]:
-    """Returns `gpu_kernels.kernel`'s argument of that name for groups of so many threads, if there is one."""
-    return {"bounds": (threads, GROUPS_AT_ONCE)} if GROUPS_AT_ONCE else {}
+    return {"MEMORY": MEMORY, "EARLY": _EARLY, "UNITS": _UNITS}

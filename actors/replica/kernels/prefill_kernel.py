@@ -7,8 +7,8 @@ lengths in one launch.
 
 A group of four warps has a tile of consecutive queries of one head, all in one block, and goes over the columns (keys)
 that the block's tokens see, 64 at a time. The next columns are copied into shared memory while these are multiplied.
-Scores are kept in registers, as in `decode_kernel.py` with a running maximum, sum and output. If there are few groups,
-several share the columns of a tile, and a second kernel adds up their parts.
+Scores are kept in registers, as in `decode_kernel.py` with a running maximum, sum and output. Dividing a tile's columns
+among groups took longer even for 64 queries behind 30,000 tokens, on an H200.
 
 Operands are those of `mma.m16n8k16` (PTX, "Matrix Fragments for mma.m16n8k16 with floating point type"); `ldmatrix`
 loads them. Rows in shared memory have 16 bytes more than they need, so that eight rows lie in different banks.
@@ -30,18 +30,13 @@ COLUMNS = 64
 """Columns that are multiplied at a time."""
 
 WARPS = 4
-GROUPS_WANTED = 264
-"""As many groups as a large device runs at once."""
-
-SPLITS_MOST = 16
-SPLIT_COST = 0.05
-"""What storing and adding up a part costs, as a share of the time of a tile with all its columns. Not measured yet."""
+SMALL_GAIN = 0.75
+"""Tiles of 64 queries are taken instead of 128 if they need at most this share of the rows, with padding."""
 
 # Template: T, DK, DV, MT (tiles of 16 queries a warp), H heads, G of them a KV head, SINKS. `numbers` are the queries
 # of each sequence (with padding), the columns, those of sealed blocks, the window (0 for none), whether sealed blocks
-# are as computed, the tiles of a head, and into how many parts each tile's columns are divided; then of each sequence
-# its length, its new tokens, and the first block of which it has columns. STORE: what is done with a query's `o`,
-# `top` and `total`. Queries in the padding give zeros: NaN would spread, even if it is masked.
+# are as computed, and the tiles of a head; then of each sequence its length, its new tokens, and the first block of
+# which it has columns. Queries in the padding give zeros: NaN would spread, even if it is masked.
 _BODY = """
   constexpr int ROWS = 64 * MT, KW = DK + 8, VW = DV + 8, KT = DK / 16, VT = DV / 16;
   constexpr int ROW_BYTES = 2 * KW, VALUE_BYTES = 2 * VW, STAGE = 64 * (ROW_BYTES + VALUE_BYTES);
@@ -79,20 +74,16 @@ _BODY = """
   #define PAIR(to, low, high) { T both_[2] = {static_cast<T>(low), static_cast<T>(high)}; memcpy(&to, both_, 4); }
   #endif
   const int N = numbers[0], C = numbers[1], used = numbers[2], window = numbers[3], exact = numbers[4];
-  const int tiles = numbers[5], splits = numbers[6];
   // The last tiles have the most columns, so they come first.
-  const int split = GROUP % splits, head = GROUP / splits % H, t = tiles - 1 - GROUP / splits / H % tiles;
-  const int s = GROUP / splits / H / tiles;
-  const int* own = numbers + 8 + 3 * s;
+  const int tiles = numbers[5], head = GROUP % H, t = tiles - 1 - GROUP / H % tiles, s = GROUP / H / tiles;
+  const int* own = numbers + 6 + 3 * s;
   const int length = own[0], count = own[1], first = own[2], end = length + count;
   const int tile0 = (length / ROWS + t) * ROWS, kv = head / G;
   if (tile0 >= end) {
-    #if WHOLE
     for (int i = THREAD; i < ROWS * DV; i += 128) {
       const int n = tile0 + i / DV - length;
       if (n < N) out[(((long)s * N + n) * H + head) * DV + i % DV] = static_cast<T>(0.f);
     }
-    #endif
     return;
   }
   // Columns of blocks before `block` are sealed. Positions from there on are where they are as computed.
@@ -101,7 +92,6 @@ _BODY = """
   const int hidden = window ? earliest - window + 1 - first * 256 : 0;
   const int begin = hidden > 0 ? (hidden < before ? hidden / 64 * 64 : before) : 0, sealed = (before - begin) / 64;
   const int inside0 = used + (block - length / 256) * 256, steps = sealed + (last - block * 256) / 64 + 1;
-  const int from_step = steps * split / splits, to_step = steps * (split + 1) / splits;
   const Place queries_s = PLACE_OF(memory_s), stages = queries_s + ROWS * ROW_BYTES;
   for (int i = THREAD; i < ROWS * (DK / 8); i += 128) {
     const int row = i / (DK / 8), at = i % (DK / 8), n = tile0 + row - length;
@@ -139,10 +129,10 @@ _BODY = """
   const Place queries_at = queries_s + (row0 + (LANE & 15)) * ROW_BYTES + (LANE >> 4) * 16;
   const int key_at = ((LANE & 7) + (LANE >> 4) * 8) * ROW_BYTES + (LANE >> 3 & 1) * 16;
   const int value_at = 64 * ROW_BYTES + ((LANE & 7) + (LANE >> 3 & 1) * 8) * VALUE_BYTES + (LANE >> 4) * 16;
-  if (from_step < to_step) fetch(from_step);
+  fetch(0);
   COPIED();
-  for (int step = from_step; step < to_step; step++) {
-    if (step + 1 < to_step) fetch(step + 1);
+  for (int step = 0; step < steps; step++) {
+    if (step + 1 < steps) fetch(step + 1);
     COPIED();
     WAIT_FOR_COPIES(1);
     SYNC();
@@ -238,11 +228,6 @@ _BODY = """
       if (n < 0 || n >= N) continue;
       const long row = ((long)s * N + n) * H + head;
       const bool there = n < count;
-STORE    }
-  }
-"""
-
-_STORE_WHOLE = """\
       float most = top[m][h];
       if (SINKS) {
         const float sink = sinks[head] * 1.44269504f;
@@ -256,34 +241,8 @@ _STORE_WHOLE = """\
         PAIR(both, o[m][v][2 * h] * factor, o[m][v][2 * h + 1] * factor);
         ((unsigned int*)out)[(row * DV + 8 * v + 2 * q) / 2] = both;
       }
-"""
-
-_STORE_PART = """\
-      const long part = (long)split * numbers[7] + row;
-      #pragma unroll
-      for (int v = 0; v < 2 * VT; v++) for (int j = 0; j < 2; j++)
-        if (there) parts[part * DV + 8 * v + 2 * q + j] = o[m][v][2 * h + j];
-      if (there && q == 0) { tops[part] = top[m][h]; sums[part] = total; }
-"""
-
-# Template: T, DV, H heads, SINKS. A group of threads has a query's head.
-_JOIN = """
-  const int N = numbers[0], splits = numbers[6], d = THREAD, n = GROUP / H % N, s = GROUP / H / N;
-  float most = -1e30f, total = 0.f, sum = 0.f;
-  if (n >= numbers[9 + 3 * s]) {
-    out[(long)GROUP * DV + d] = static_cast<T>(0.f);
-    return;
+    }
   }
-  for (int i = 0; i < splits; i++) most = MAX(most, tops[(long)i * numbers[7] + GROUP]);
-  if (SINKS) most = MAX(most, sinks[GROUP % H] * 1.44269504f);
-  for (int i = 0; i < splits; i++) {
-    const long at = (long)i * numbers[7] + GROUP;
-    const float e = EXP2(tops[at] - most);
-    total += e * sums[at];
-    sum += e * parts[at * DV + d];
-  }
-  if (SINKS) total += EXP2(sinks[GROUP % H] * 1.44269504f - most);
-  out[(long)GROUP * DV + d] = static_cast<T>(sum / total);
 """
 
 
@@ -309,7 +268,12 @@ class Chunk:
 def fits(heads: tuple[int, int], dims: tuple[int, int], dtype: mx.Dtype) -> bool:
     """Whether there is a kernel for query and KV heads, for channels of keys and of values, and for a dtype."""
     whole = all(dim % 16 == 0 and dim <= 256 for dim in dims)
-    return dtype in KINDS and whole and heads[0] % heads[1] == 0 and _bytes(dims) <= SHARED_BYTES_MOST
+    return (
+        dtype in KINDS
+        and whole
+        and heads[0] % heads[1] == 0
+        and _bytes(dims, 64 if dims[1] > LARGE_DIM else 128) <= SHARED_BYTES_MOST
+    )
 
 
 def attend(
@@ -320,7 +284,6 @@ def attend(
     scale: float,
     window: int = 0,
     sinks: mx.array | None = None,
-    splits: int | None = None,
 ) -> mx.array:
     """Attention of a chunk's queries to their sequences' blocks and to each other. See `fits`.
 
@@ -330,7 +293,6 @@ def attend(
         values: (sequences, kv_heads, columns, value_dim).
         window: how many of the last tokens a query attends to; 0 for all.
         sinks: (heads,), what every head adds to the softmax's sum; None for nothing.
-        splits: into how many parts each tile's columns are divided; None for as many as are best.
 
     Returns:
         (sequences, heads, queries, value_dim), in the dtype of the queries, with the heads of a token together in
@@ -338,96 +300,66 @@ def attend(
     """
     sequences, heads, count, key_dim = queries.shape
     kv_heads, columns, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
-    dtype, rows = queries.dtype, _rows(value_dim)
-    tiles = max((length % rows + count + rows - 1) // rows for length in chunk.lengths)
-    groups = sequences * heads * tiles
-    if splits is None:
-        splits = _splits(groups, max(chunk.lengths) + count)
+    rows, tiles = _tiling(chunk.lengths, count, value_dim)
     own = [number for each in zip(chunk.lengths, chunk.new, chunk.first, strict=True) for number in each]
-    exact, all_rows = int(chunk.exact), sequences * count * heads
-    numbers = int_numbers(count, columns, chunk.sealed, window, exact, tiles, splits, all_rows, *own)
+    plan = _plan(queries.dtype, key_dim, value_dim, rows, heads, heads // kv_heads, sinks is not None)
     constants = _constant(scale)
-    plan = _plan(dtype, key_dim, value_dim, heads, heads // kv_heads, sinks is not None)
-    out, sink = (sequences, count, heads, value_dim), constants if sinks is None else sinks.astype(mx.float32)
-    parts = (splits, *out)
-    made = (plan.whole if splits == 1 else plan.parts)(
-        inputs=[queries, keys, values, numbers, constants, sink],
+    (out,) = plan.launch(
+        inputs=[
+            *(queries, keys, values),
+            int_numbers(count, columns, chunk.sealed, window, int(chunk.exact), tiles, *own),
+            *(constants, constants if sinks is None else sinks.astype(mx.float32)),
+        ],
         template=plan.template,
-        grid=(groups * splits * 32 * WARPS, 1, 1),
+        grid=(sequences * heads * tiles * 32 * WARPS, 1, 1),
         threadgroup=(32 * WARPS, 1, 1),
-        output_shapes=[out] if splits == 1 else [parts, parts[:-1], parts[:-1]],
-        output_dtypes=[dtype] if splits == 1 else [mx.float32] * 3,
+        output_shapes=[(sequences, count, heads, value_dim)],
+        output_dtypes=[queries.dtype],
         shared_memory=plan.shared_memory,
     )
-    if splits > 1:
-        made = plan.join(
-            inputs=[*made, numbers, sink],
-            template=plan.join_template,
-            grid=(all_rows * value_dim, 1, 1),
-            threadgroup=(value_dim, 1, 1),
-            output_shapes=[out],
-            output_dtypes=[dtype],
-        )
-    return made[0].transpose(0, 2, 1, 3)
+    return out.transpose(0, 2, 1, 3)
 
 
 SHARED_BYTES_MOST = 200 * 2**10
 """Of 227 KiB that a group may have on an H100; other devices have 99 or 163, and there large heads do not fit."""
 
 
-def _rows(value_dim: int) -> int:
-    """Returns the queries of a tile. A warp has room for the outputs of 32 queries, or of 16 if heads are large."""
-    return 16 * WARPS * (2 if value_dim <= 128 else 1)
+def _tiling(lengths: Sequence[int], count: int, value_dim: int) -> tuple[int, int]:
+    """Returns the queries of a tile, and the tiles of a head."""
+    found = {rows: max(-(-(length % rows + count) // rows) for length in lengths) for rows in (128, 64)}
+    few = found[64] * 64 <= SMALL_GAIN * found[128] * 128
+    rows = 64 if few or value_dim > LARGE_DIM else 128
+    return rows, found[rows]
 
 
-def _bytes(dims: tuple[int, int]) -> int:
+LARGE_DIM = 128
+"""With more channels a warp has no room for the outputs of 32 queries, but for those of 16."""
+
+
+def _bytes(dims: tuple[int, int], rows: int) -> int:
     """Returns the shared memory of a group: its queries, and columns of two steps."""
     key_row, value_row = (2 * dim + 16 for dim in dims)
-    return _rows(dims[1]) * key_row + 2 * COLUMNS * (key_row + value_row)
-
-
-def _splits(groups: int, length: int) -> int:
-    """Returns into how many parts each tile's columns are divided."""
-    most = max(1, min(SPLITS_MOST, length // (4 * COLUMNS)))
-    costs = {
-        splits: -(-groups * splits // GROUPS_WANTED) / splits
-        + (SPLIT_COST * splits * groups / GROUPS_WANTED if splits > 1 else 0)
-        for splits in range(1, most + 1)
-    }
-    return min(costs, key=lambda splits: costs[splits])
+    return rows * key_row + 2 * COLUMNS * (key_row + value_row)
 
 
 @dataclass(frozen=True)
-class _Kernels:
-    """The kernels for some heads: for tiles with a group each, for tiles with several, and for joining their parts."""
+class _Plan:
+    """The kernel for some heads."""
 
-    whole: Any
-    parts: Any
+    launch: Any
     template: list[tuple[str, Any]]
     shared_memory: int
-    join: Any
-    join_template: list[tuple[str, Any]]
 
 
 @cache
-def _plan(dtype: mx.Dtype, key_dim: int, value_dim: int, heads: int, grouped: int, sinks: bool) -> _Kernels:
+def _plan(dtype: mx.Dtype, key_dim: int, value_dim: int, rows: int, heads: int, grouped: int, sinks: bool) -> _Plan:
     kind = KINDS[dtype][0]
-    body = _BODY.replace("KIND", kind)
     read = ("queries", "keys", "values", "numbers", "constants", "sinks")
-    bounds = (32 * WARPS, 2 if value_dim <= 128 else 1)
-    whole, parts = (
-        kernel(f"prefill_{kind}_{name}", read, outputs, body.replace("STORE", store).replace("WHOLE", one), bounds)
-        for name, outputs, store, one in (
-            ("whole", ("out",), _STORE_WHOLE, "1"),
-            ("parts", ("parts", "tops", "sums"), _STORE_PART, "0"),
-        )
-    )
-    tiles = _rows(value_dim) // (16 * WARPS)
-    template = [("T", dtype), ("DK", key_dim), ("DV", value_dim), ("MT", tiles), ("H", heads), ("G", grouped)]
-    template.append(("SINKS", sinks))
-    join = kernel("prefill_join", ("parts", "tops", "sums", "numbers", "sinks"), ("out",), _JOIN)
-    joined = [("T", dtype), ("DV", value_dim), ("H", heads), ("SINKS", sinks)]
-    return _Kernels(whole, parts, template, _bytes((key_dim, value_dim)), join, joined)
+    bounds = (32 * WARPS, 2 if value_dim <= LARGE_DIM else 1)
+    launch = kernel(f"prefill_{kind}", read, ("out",), _BODY.replace("KIND", kind), bounds)
+    template = [("T", dtype), ("DK", key_dim), ("DV", value_dim), ("MT", rows // (16 * WARPS))]
+    template += [("H", heads), ("G", grouped), ("SINKS", sinks)]
+    return _Plan(launch, template, _bytes((key_dim, value_dim), rows))
 
 
 @cache

@@ -30,21 +30,21 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "new", "window", "exact", "heads", "dims", "splits"),
+    ("lengths", "new", "window", "exact", "heads", "dims"),
     [
-        ([0], [100], 0, False, (4, 2), (64, 64), 1),
-        ([255], [2], 0, False, (2, 2), (64, 64), 1),
-        ([256], [1], 0, False, (2, 1), (64, 64), 1),
-        ([520, 10], [300, 70], 0, False, (4, 2), (64, 64), 1),
-        ([520, 10], [300, 70], 0, False, (2, 1), (64, 64), 3),
-        ([1000, 700], [300, 64], 200, False, (2, 1), (64, 64), 1),
-        ([1000, 700], [300, 64], 200, False, (2, 2), (64, 64), 2),
-        ([700], [300], 0, True, (2, 2), (64, 64), 1),
-        ([700, 256], [100, 200], 90, True, (2, 2), (64, 64), 2),
-        ([500], [130], 0, False, (4, 1), (128, 128), 1),
-        ([500], [13], 0, False, (2, 1), (96, 48), 2),
-        ([300], [60], 0, False, (2, 1), (256, 256), 1),
-        ([4000], [5], 0, False, (2, 1), (32, 16), 16),
+        ([0], [100], 0, False, (4, 2), (64, 64)),
+        ([255], [2], 0, False, (2, 2), (64, 64)),
+        ([256], [1], 0, False, (2, 1), (64, 64)),
+        ([520, 10], [300, 70], 0, False, (4, 2), (64, 64)),
+        ([520, 10], [30, 50], 0, False, (4, 2), (64, 64)),
+        ([1000, 700], [300, 64], 200, False, (2, 1), (64, 64)),
+        ([1000, 700], [30, 64], 200, False, (2, 2), (64, 64)),
+        ([700], [300], 0, True, (2, 2), (64, 64)),
+        ([700, 256], [100, 200], 90, True, (2, 2), (64, 64)),
+        ([500], [130], 0, False, (4, 1), (128, 128)),
+        ([500], [13], 0, False, (2, 1), (96, 48)),
+        ([300], [60], 0, False, (2, 1), (256, 256)),
+        ([4000], [5], 0, False, (2, 1), (32, 16)),
     ],
 )
 @pytest.mark.parametrize("sinks", [False, True])
@@ -56,7 +56,6 @@ def test_it_agrees_with_plain_products(
     exact: bool,
     heads: tuple[int, int],
     dims: tuple[int, int],
-    splits: int,
     sinks: bool,
     dtype: mx.Dtype,
     kernel: None,
@@ -72,7 +71,7 @@ def test_it_agrees_with_plain_products(
     sunk = mx.random.normal((heads[0],), key=mx.random.key(9)) if sinks else None
     chunk = Chunk(lengths, new, step.first, 256 * step.used, exact)
     assert prefill_kernel.fits(heads, dims, dtype)
-    got = prefill_kernel.attend(queries, keys, values, chunk, 0.2, window, sunk, splits)
+    got = prefill_kernel.attend(queries, keys, values, chunk, 0.2, window, sunk)
     assert (got.shape, got.dtype) == ((sequences, heads[0], count, dims[1]), dtype)
     plain = queries.astype(mx.float32), keys.astype(mx.float32), values.astype(mx.float32)
     expected = attention.attend_few(*plain, mask, 0.2, sunk)
@@ -95,10 +94,11 @@ def test_other_heads_are_left_alone(heads: tuple[int, int], dims: tuple[int, int
     assert not prefill_kernel.fits(heads, dims, dtype)
 
 
-def test_few_groups_share_the_columns_of_a_tile():
-    assert prefill_kernel._splits(32, 30_000) > 4
-    assert prefill_kernel._splits(32, 100) == 1
-    assert prefill_kernel._splits(2000, 30_000) == 1
+def test_tiles_are_small_where_large_ones_would_be_mostly_padding():
+    assert prefill_kernel._tiling([6000], 64, 128) == (64, 2)
+    assert prefill_kernel._tiling([5988], 1216, 128) == (128, 11)
+    assert prefill_kernel._tiling([0, 100], 128, 128) == (64, 3)
+    assert prefill_kernel._tiling([0], 128, 256) == (64, 2)
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(
