@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import logging
 import os
-import struct
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -31,8 +29,6 @@ from typing import Any
 import mlx.core as mx
 
 from ....cluster.environment import default_home, kernels_wanted
-
-logger = logging.getLogger(__name__)
 
 _CUDA = """
   const unsigned GROUP = blockIdx.x, THREAD = threadIdx.x, LANE = threadIdx.x & 31, WARP = threadIdx.x >> 5;
@@ -170,10 +166,10 @@ class _CudaKernel:
         key = (*template, *(array.dtype for array in inputs), *output_dtypes)
         if key not in self._compiled:
             self._compiled[key] = self._compile(template, [array.dtype for array in inputs], output_dtypes)
-        name, image = self._compiled[key]
+        name, binary = self._compiled[key]
         return mx.fast.precompiled_cuda_kernel(
             name=name,
-            compiled_source=image,
+            compiled_source=binary,
             inputs=inputs,
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
@@ -198,53 +194,7 @@ class _CudaKernel:
         text = f"({', '.join(parameters)}) {{\n{constants}{_CUDA}{self._body}\n}}\n"
         # MLX identifies a kernel only by its name.
         name = f"satchel_{self._name}_{hashlib.sha256((self._bounds + text).encode()).hexdigest()[:16]}"
-        binary = _kept(name, f'{_CUDA_TYPES}extern "C" __global__ void {self._bounds}{name}{text}')
-        return name, _by_reference(binary) if _takes_references() else binary
-
-
-_FATBIN, _ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQ8xHHI8xQ16x")
-_REFERENCE = struct.Struct("<IIQQ")
-_images: list[Any] = []
-
-
-def _by_reference(binary: bytes) -> bytes:
-    """Returns 24 bytes that CUDA takes for a kernel's binary, which stays in this process's memory.
-
-    MLX copies and hashes the binary at every launch of a kernel, 20 to 40 KB: that was a fifth of the host's time for a
-    decode step. The bytes are CUDA's `__fatBinC_Wrapper_t` (fatbinary_section.h): a pointer to a fat binary, here with
-    the headers that CUDA's program `fatbinary` writes.
-    """
-    info = mx.device_info()
-    architecture = 10 * int(info["compute_capability_major"]) + int(info["compute_capability_minor"])
-    padded = binary + bytes(-len(binary) % 8)
-    # An ELF file of 64 bits for Linux.
-    entry = _ENTRY.pack(2, 0x101, _ENTRY.size, len(padded), 8, 1, architecture, 0x11)
-    image = _FATBIN.pack(0xBA55ED50, 1, _FATBIN.size, len(entry) + len(padded)) + entry + padded
-    _images.append(held := ctypes.create_string_buffer(image, len(image)))
-    return _REFERENCE.pack(0x466243B1, 1, ctypes.addressof(held), 0)
-
-
-@cache
-def _takes_references() -> bool:
-    """Whether a kernel that is passed by reference works here."""
-    name = "satchel_by_reference"
-    text = f'extern "C" __global__ void {name}(const unsigned* x, unsigned* y) {{ y[0] = x[0] + 1u; }}\n'
-    try:
-        (made,) = mx.fast.precompiled_cuda_kernel(
-            name=name,
-            compiled_source=_by_reference(_kept(name, text)),
-            inputs=[mx.array([41], mx.uint32)],
-            output_shapes=[(1,)],
-            output_dtypes=[mx.uint32],
-            scalars=[],
-            grid=(1, 1, 1),
-            threadgroup=(1, 1, 1),
-            ensure_row_contiguous=True,
-        )
-        return made.item() == 42
-    except RuntimeError as error:
-        logger.info("kernels are passed with their binaries: %s", error)
-        return False
+        return name, _kept(name, f'{_CUDA_TYPES}extern "C" __global__ void {self._bounds}{name}{text}')
 
 
 def _kept(name: str, source: str) -> bytes:

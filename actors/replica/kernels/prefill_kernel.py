@@ -61,6 +61,9 @@ _BODY = """
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(place), "l"(from), "r"(bytes))
   #define COPIED() asm volatile("cp.async.commit_group;")
   #define WAIT_FOR_COPIES(left) asm volatile("cp.async.wait_group %0;" : : "n"(left) : "memory")
+  // 2 to the power of x; 0 for very small ones.
+  auto power = [](float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; };
+  #define POWER(x) power(x)
   #define PAIR(to, low, high) asm("cvt.rn.KINDx2.f32 %0, %1, %2;" : "=r"(to) : "f"(high), "f"(low))
   #else
   static uint4 memory_s[(ROWS * ROW_BYTES + 2 * STAGE) / 16];
@@ -71,6 +74,7 @@ _BODY = """
   #define COPY(place, from, bytes) if (bytes) memcpy((void*)(place), from, 16); else memset((void*)(place), 0, 16)
   #define COPIED()
   #define WAIT_FOR_COPIES(left)
+  #define POWER(x) EXP2(x)
   #define PAIR(to, low, high) { T both_[2] = {static_cast<T>(low), static_cast<T>(high)}; memcpy(&to, both_, 4); }
   #endif
   const int N = numbers[0], C = numbers[1], used = numbers[2], window = numbers[3], exact = numbers[4];
@@ -101,7 +105,14 @@ _BODY = """
   }
   const T* all_keys = keys + ((long)s * (H / G) + kv) * C * DK;
   const T* all_values = values + ((long)s * (H / G) + kv) * C * DV;
-  auto column_of = [&](int step) { return step < sealed ? begin + 64 * step : inside0 + 64 * (step - sealed); };
+  // What the loop seldom needs is kept in shared memory: registers are full.
+  enum { SEALED, BEGIN, INSIDE, FIRST, OWN, LAST };
+  SHARED int told_s[6];
+  if (THREAD == 0) {
+    told_s[SEALED] = sealed; told_s[BEGIN] = begin; told_s[INSIDE] = inside0 - 64 * sealed;
+    told_s[FIRST] = first * 256 + begin; told_s[OWN] = block * 256 - 64 * sealed; told_s[LAST] = tile0 + ROWS - 1 - window;
+  }
+  SYNC();
   // Rows of 64 columns lie one after another, and so do pieces of 16 bytes of a row.
   #define FETCH(to, from, D, BYTES) \
     _Pragma("unroll") \
@@ -111,7 +122,7 @@ _BODY = """
                               : (to) + piece / (D / 8) * BYTES + piece % (D / 8) * 16, (from) + piece * 8, 16); \
     }
   auto fetch = [&](int step) {
-    const int column = column_of(step);
+    const int column = told_s[step < told_s[SEALED] ? BEGIN : INSIDE] + 64 * step;
     const Place to = stages + (step & 1) * STAGE;
     FETCH(to, all_keys + (long)column * DK, DK, ROW_BYTES)
     FETCH(to + 64 * ROW_BYTES, all_values + (long)column * DV, DV, VALUE_BYTES)
@@ -140,7 +151,7 @@ _BODY = """
     float c[MT][8][4];
     #pragma unroll
     for (int m = 0; m < MT; m++) for (int n = 0; n < 8; n++) for (int j = 0; j < 4; j++) c[m][n][j] = 0.f;
-    #pragma unroll
+    #pragma unroll 2
     for (int k = 0; k < KT; k++) {
       unsigned int a[MT][4];
       #pragma unroll
@@ -157,32 +168,30 @@ _BODY = """
       }
     }
     // Positions of the first column, and of a lane's first query.
-    const int position = step < sealed ? first * 256 + begin + 64 * step : block * 256 + 64 * (step - sealed);
-    const int asking = tile0 + row0 + g;
-    const bool masked = step >= sealed || (window && position <= tile0 + ROWS - 1 - window);
+    const bool inside = step >= told_s[SEALED];
+    const int position = told_s[inside ? OWN : FIRST] + 64 * step, asking = tile0 + row0 + g;
+    if (inside || (window && position <= told_s[LAST])) {
+      #pragma unroll
+      for (int m = 0; m < MT; m++) for (int n = 0; n < 8; n++) for (int j = 0; j < 4; j++) {
+        const int key = position + 8 * n + 2 * q + (j & 1), query = asking + 16 * m + 4 * (j & 2);
+        if (key > query || (window && key <= query - window)) c[m][n][j] = LOW;
+      }
+    }
     #pragma unroll
     for (int m = 0; m < MT; m++) {
       #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const int query = asking + 16 * m + 8 * h;
         float most = LOW;
         #pragma unroll
-        for (int n = 0; n < 8; n++) for (int j = 0; j < 2; j++) {
-          float x = c[m][n][2 * h + j] * scale;
-          if (masked) {
-            const int key = position + 8 * n + 2 * q + j;
-            if (key > query || (window && key <= query - window)) x = LOW;
-          }
-          c[m][n][2 * h + j] = x;
-          most = MAX(most, x);
-        }
+        for (int n = 0; n < 8; n++) for (int j = 0; j < 2; j++) most = MAX(most, c[m][n][2 * h + j]);
         most = MAX(most, XOR(most, 1));
         most = MAX(most, XOR(most, 2));
-        const float now = MAX(top[m][h], most), fade = EXP2(top[m][h] - now);
+        // If a query sees none of the columns so far, what is added up here is multiplied by zero later.
+        const float now = MAX(top[m][h], most * scale), fade = POWER(top[m][h] - now);
         float total = 0.f;
         #pragma unroll
         for (int n = 0; n < 8; n++) for (int j = 0; j < 2; j++) {
-          const float x = c[m][n][2 * h + j], p = masked && x <= LOW ? 0.f : EXP2(x - now);
+          const float p = POWER(c[m][n][2 * h + j] * scale - now);
           c[m][n][2 * h + j] = p;
           total += p;
         }
