@@ -110,7 +110,8 @@ _BODY = """
   SHARED int told_s[6];
   if (THREAD == 0) {
     told_s[SEALED] = sealed; told_s[BEGIN] = begin; told_s[INSIDE] = inside0 - 64 * sealed;
-    told_s[FIRST] = first * 256 + begin; told_s[OWN] = block * 256 - 64 * sealed; told_s[LAST] = tile0 + ROWS - 1 - window;
+    told_s[FIRST] = first * 256 + begin; told_s[OWN] = block * 256 - 64 * sealed;
+    told_s[LAST] = tile0 + ROWS - 1 - window;
   }
   SYNC();
   // Rows of 64 columns lie one after another, and so do pieces of 16 bytes of a row.
