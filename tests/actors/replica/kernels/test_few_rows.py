@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.activations import swiglu
 
 from satchel.actors.replica.device.device import on_cuda
 from satchel.actors.replica.kernels import few_rows
@@ -90,6 +91,61 @@ def test_the_kernel_multiplies(
     expected = exact(layer, x)
     error = mx.abs(mx.concatenate(parts, axis=-1).astype(mx.float32) - expected).max()
     assert error <= 1.5 * ROUNDING[dtype] * mx.abs(expected).max()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("rows, bias", [(3, False), (13, True)])
+def test_it_adds_to_a_product_as_a_sum_after_it_does(dtype: mx.Dtype, rows: int, bias: bool, kernel: None):
+    """To the last bit."""
+    layer, x = quantized(48, 192, dtype, bias=bias), drawn((rows, 1, 192), dtype)
+    add = mx.random.normal((rows, 1, 48), key=mx.random.key(5)).astype(dtype) * 16
+    (product,), (added,) = few_rows.multiply(layer, x, (48,)), few_rows.multiply(layer, x, (48,), add)
+    assert added.dtype == dtype and mx.array_equal(added, product + add)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "width", "shape"),
+    [(2, 64, 16, (2, 8, 1)), (7, 640, 48, (4, 4, 2)), (16, 512, 80, (2, 4, 2)), (27, 256, 48, (4, 4, 1))],
+)
+def test_gates_let_through_what_mlx_lm_lets_through(
+    dtype: mx.Dtype,
+    rows: int,
+    inputs: int,
+    width: int,
+    shape: tuple[int, int, int],
+    kernel: None,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(few_rows, "_shape", lambda *sizes: shape)
+    layer, x = quantized(2 * width, inputs, dtype, bias=rows % 2 == 1), drawn((rows, 1, inputs), dtype) / 4
+    gate, up = few_rows.multiply(layer, x, (width, width))
+    out = few_rows.multiply_gated(layer, x)
+    assert out.shape == (rows, 1, width) and out.dtype == dtype
+    rounded = swiglu_in_steps(gate.astype(mx.float32), up.astype(mx.float32), dtype)
+    # Exponentials differ by a last bit of float32, which may decide how they are rounded.
+    assert (out != rounded).astype(mx.float32).mean() < 0.01
+    # MLX rounds less often on a CPU: sigmoids may be off by some of their last bits, of 1.
+    for one in (out, rounded):
+        off = mx.abs(one.astype(mx.float32) - swiglu(gate, up).astype(mx.float32))
+        assert (off <= 4 * ROUNDING[dtype] * mx.abs(gate.astype(mx.float32) * up.astype(mx.float32))).all()
+
+
+def swiglu_in_steps(gate: mx.array, up: mx.array, dtype: mx.Dtype) -> mx.array:
+    """What MLX computes on CUDA, where each operation of `Sigmoid` in its `unary_ops.cuh` is rounded to the dtype."""
+
+    def rounded(x: mx.array) -> mx.array:
+        return x.astype(dtype).astype(mx.float32)
+
+    part = rounded(1 / rounded(1 + rounded(mx.exp(mx.abs(gate)))))
+    return (rounded(gate * mx.where(gate < 0, part, rounded(1 - part))) * up).astype(dtype)
+
+
+def test_gates_are_found_by_the_widths():
+    layers = [(32, 32), (24, 24), (32, 16), (32,), (32, 32, 32)]
+    assert [few_rows.gates(widths) for widths in layers] == [True, False, False, False, False]
+    for tiles in (1, 2, 4):
+        assert all(few_rows._shape(tiles, outputs, 64, True)[0] % 2 == 0 for outputs in (32, 5000, 10_000, 70_000))
 
 
 def test_rows_may_begin_anywhere_in_memory(kernel: None, monkeypatch: pytest.MonkeyPatch):
