@@ -10,7 +10,7 @@ When a model is loaded, tests decide whether the kernel is used, and for how man
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -324,14 +324,35 @@ def _sizes(rows: int, outputs: int, inputs: int, adds: bool, *widths: int) -> mx
     return mx.array([rows, outputs, inputs, int(adds), *accumulate(widths)], mx.int32)
 
 
+@dataclass(frozen=True, eq=False)
+class Product:
+    """What a layer has multiplied with the kernel: `outputs` are the parts that `multiply` returned."""
+
+    layer: Any
+    x: mx.array
+    outputs: list[mx.array]
+
+
 class FewRowsLinear(nn.QuantizedLinear):
-    """A quantized layer that multiplies `ROWS_LEAST` to `rows_most` rows with the kernel."""
+    """A quantized layer that multiplies `ROWS_LEAST` to `rows_most` rows with the kernel.
+
+    Attributes:
+        note: is told each product of the kernel; None for nobody.
+    """
 
     rows_most: int
+    note: Callable[[Product], None] | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns `(..., outputs)` for `x` `(..., inputs)`."""
-        return multiply(self, x, (self.weight.shape[0],))[0] if takes(self, x) else super().__call__(x)
+        return self.parts(x, (self.weight.shape[0],))[0] if takes(self, x) else super().__call__(x)
+
+    def parts(self, x: mx.array, widths: Sequence[int]) -> list[mx.array]:
+        """As `multiply`, with this layer, which `takes` the rows."""
+        outputs = multiply(self, x, widths)
+        if self.note is not None:
+            self.note(Product(self, x, outputs))
+        return outputs
 
 
 class FewRowsEmbedding(nn.QuantizedEmbedding):
