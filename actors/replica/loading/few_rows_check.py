@@ -15,7 +15,7 @@ from mlx.utils import tree_unflatten
 from ...model_files.source import first_sentence
 from ..device.device import on_cuda
 from ..kernels import gpu_kernels
-from ..kernels.few_rows import ROWS_MOST, by_kernel, fits, multiply
+from ..kernels.few_rows import ROWS_MOST, by_kernel, fits, gates, multiply, multiply_gated
 from ..proving.agreement import MODEL_ERRORS, Logits, try_change
 from ..proving.findings import NOWHERE, Findings
 from ..proving.pieces import IN_ONE_PIECE, Pieces
@@ -62,10 +62,12 @@ def install(model: nn.Module, findings: Findings = NOWHERE, pieces: Pieces = IN_
     for name, layer in modules.items():
         if not fits(layer):
             continue
-        shape = str((*layer.weight.shape, layer.group_size, "bias" in layer))
+        # If a layer has both forms (`prepare.py`), this one is its `stored`.
+        whole = name.removesuffix(".stored")
+        gated = gates(getattr(modules.get(whole.rpartition(".")[0]), "widths", ()))
+        shape = str((*layer.weight.shape, layer.group_size, "bias" in layer, gated))
         if shape not in most:
-            # If a layer has both forms (`prepare.py`), this one is its `stored`.
-            most[shape] = _rows_most(layer, _product(modules[name.removesuffix(".stored")]))
+            most[shape] = _rows_most(layer, _product(modules[whole]), gated)
             findings.note(_WHAT, _VERSION, most)
             pieces.pause()
         if most[shape]:
@@ -78,19 +80,28 @@ def _product(layer: Any) -> Callable[[mx.array], mx.array]:
     return getattr(layer, "as_linear", layer)
 
 
-def _rows_most(layer: Any, today: Callable[[mx.array], mx.array]) -> int:
+def _rows_most(layer: Any, today: Callable[[mx.array], mx.array], gated: bool) -> int:
     """Returns up to how many rows the kernel is to be used for layers of this shape, 0 for none.
 
     Args:
         today: computes the product without the kernel.
+        gated: whether half of the outputs may be gates of the others (`recorded/fused_products.py`).
     """
     shape = f"{layer.weight.shape[0]} x {layer.weight.shape[1] * 8}"
     inputs = [_inputs(layer, count, 1)[0] for rows in ROWS_TRIED for count in (rows, rows - 3)]
-    verdict = try_change(
-        lambda: [_plain_product(layer, x).astype(mx.float32) for x in inputs],
-        lambda: [_product_in_parts(layer, x).astype(mx.float32) for x in inputs],
-        _why_not,
-    )
+
+    def expected() -> list[mx.array]:
+        products = [_plain_product(layer, x).astype(mx.float32) for x in inputs]
+        halves = [mx.split(product, 2, axis=-1) for product in products] if gated else []
+        # On CUDA MLX would compile a kernel for `nn.silu`, which takes seconds.
+        return products + [gate * mx.sigmoid(gate) * up for gate, up in halves]
+
+    def got() -> list[mx.array]:
+        products = [_product_in_parts(layer, x) for x in inputs]
+        products += [multiply_gated(layer, x) for x in inputs] if gated else []
+        return [product.astype(mx.float32) for product in products]
+
+    verdict = try_change(expected, got, _why_not)
     error = verdict.error
     if verdict.holds:
         try:

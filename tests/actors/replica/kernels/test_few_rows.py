@@ -256,6 +256,21 @@ def test_a_kernel_that_is_slower_is_used_for_fewer_rows_or_not_at_all(device: No
     assert few_rows_check.install(Tiny()) == 0
 
 
+class Gated(nn.Module):
+    """A layer of gates and of what they let through, as one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = joined._joined([quantized(32, 64, mx.bfloat16), quantized(32, 64, mx.bfloat16)])
+
+
+def test_a_layer_of_gates_is_used_if_it_is_right_as_such_too(device: None, monkeypatch: pytest.MonkeyPatch):
+    assert few_rows_check.install(Gated()) == 1
+    multiply_gated = few_rows.multiply_gated
+    monkeypatch.setattr(few_rows_check, "multiply_gated", lambda layer, x: multiply_gated(layer, x) * 1.1)
+    assert few_rows_check.install(Gated()) == 0
+
+
 @pytest.mark.parametrize("fault", ["wrong", "nothing", "refused"])
 def test_a_kernel_that_is_wrong_here_is_not_used_and_why_is_logged(
     fault: str, device: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
