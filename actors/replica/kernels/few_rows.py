@@ -23,7 +23,7 @@ from ...patches import recast
 from .gpu_kernels import kernel
 
 ROWS_LEAST = 2
-"""The fewest rows for the kernel: for one row MLX's kernel reads weights only once too."""
+"""The fewest rows for the kernel, unless it was measured for one: there MLX's kernel reads weights only once too."""
 
 ROWS_MOST = 32
 _BITS, _GROUP_SIZES = 4, (64, 128)
@@ -334,13 +334,14 @@ class Product:
 
 
 class FewRowsLinear(nn.QuantizedLinear):
-    """A quantized layer that multiplies `ROWS_LEAST` to `rows_most` rows with the kernel.
+    """A quantized layer that multiplies `rows_least` to `rows_most` rows with the kernel.
 
     Attributes:
         note: is told each product of the kernel; None for nobody.
     """
 
     rows_most: int
+    rows_least: int = ROWS_LEAST
     note: Callable[[Product], None] | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -359,6 +360,7 @@ class FewRowsEmbedding(nn.QuantizedEmbedding):
     """The same for an embedding that is the output layer too."""
 
     rows_most: int
+    rows_least: int = ROWS_LEAST
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Returns logits `(..., vocabulary)` for `x` `(..., dim)`."""
@@ -375,13 +377,13 @@ def takes(layer: Any, x: mx.array) -> bool:
     """Whether a layer multiplies `x` `(..., inputs)` with the kernel."""
     if not isinstance(layer, FewRowsLinear | FewRowsEmbedding) or x.dtype != layer["scales"].dtype:
         return False
-    return ROWS_LEAST <= x.size // x.shape[-1] <= layer.rows_most
+    return layer.rows_least <= x.size // x.shape[-1] <= layer.rows_most
 
 
-def by_kernel(layer: Any, rows_most: int) -> Any:
-    """Returns a quantized layer as one that multiplies up to `rows_most` rows with the kernel."""
+def by_kernel(layer: Any, rows_most: int, rows_least: int = ROWS_LEAST) -> Any:
+    """Returns a quantized layer as one that multiplies `rows_least` to `rows_most` rows with the kernel."""
     made = recast(copy.copy(layer), _FORMS[type(layer)])
-    made.rows_most = rows_most
+    made.rows_most, made.rows_least = rows_most, rows_least
     return made
 
 

@@ -241,9 +241,24 @@ def test_a_models_layers_multiply_few_rows_by_the_kernel(device: None, monkeypat
     # On a CPU MLX rounds sums of codes to 16 bits.
     assert mx.abs(after - before).max() <= 5e-2 * mx.abs(before).max()
     seen.clear()
-    model(tokens[:1], None)
     model(mx.zeros((33, 1), mx.uint32), None)
     assert not seen
+    model(tokens[:1], None)
+    assert len(seen) == 3
+
+
+def test_one_row_is_multiplied_by_the_kernel_where_that_is_not_slower(device: None, monkeypatch: pytest.MonkeyPatch):
+    is_slower, timed = few_rows_check._kernel_is_slower, list[int]()
+
+    def slower(layer: Any, rows: int, *rest: Any) -> bool:
+        timed.append(rows)
+        return is_slower(layer, rows, *rest) or rows == 1
+
+    monkeypatch.setattr(few_rows_check, "_kernel_is_slower", slower)
+    model = Tiny()
+    few_rows_check.install(model)
+    assert timed == [32, 1] * 3
+    assert [few_rows.takes(model.last, drawn((rows, 64))) for rows in (1, 2, 32)] == [False, True, True]
 
 
 def test_a_kernel_that_is_slower_is_used_for_fewer_rows_or_not_at_all(device: None, monkeypatch: pytest.MonkeyPatch):
