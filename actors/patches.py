@@ -47,8 +47,9 @@ def rebound(model: Any, name: str, make: Callable[[Any], Any]) -> Change | None:
     Changes: the name, in the Python modules in which the classes of the model's layers are written. It holds for every
         model of that code in this process.
     Why: models import mlx-lm's and mlx-vlm's functions by name, and neither library lets a caller give others.
-        Attention has to read sealed blocks where they lie (`replica/kv/attention.py`), and in a batch masks of some
-        families need one more axis (`replica/loading/quirks.py`).
+        Attention has to read sealed blocks where they lie (`replica/kv/attention.py`), in a batch masks of some
+        families need one more axis (`replica/loading/quirks.py`), and in a recorded step products compute activations
+        (`replica/execution/recorded/fused_products.py`).
     Fits: mlx-lm 0.32.2, mlx-vlm 0.7.10.
     Noticed by: tests/actors/test_patches.py::test_a_models_code_calls_what_is_bound_under_a_name
 
@@ -69,9 +70,10 @@ def rebound(model: Any, name: str, make: Callable[[Any], Any]) -> Change | None:
 def stood_in(sites: Sequence[tuple[Any, str, Any]]) -> Change:
     """Replaces modules' children by callables.
 
-    Changes: attributes of MLX modules, which hide the children of these names until they are gone.
-    Why: while a step is recorded, norms, rotations and residual sums are left to kernels (`deferral.py` and
-        `residual_sums.py` of `replica/execution`). MLX's own way to replace children takes modules alone.
+    Changes: attributes of MLX modules, which hide the children and class attributes of these names until they are gone.
+    Why: while a step is recorded, norms, rotations, residual sums and activations are left to kernels (`deferral.py`,
+        `residual_sums.py` and `fused_products.py` of `replica/execution/recorded`). MLX's own way to replace children
+        takes modules alone.
     Fits: mlx 0.32.4.
     Noticed by: tests/actors/test_patches.py::test_what_stands_in_is_called_and_the_child_comes_back
 

@@ -55,7 +55,7 @@ class Batch(Prefilling):
             # A part of a model records what it computes between its connections.
             record: Any = getattr(self._model, "recorded", None)
             self._compiled = (
-                CompiledStep(self._model, loaded.deferral, loaded.adapters.adapted, loaded.sums)
+                CompiledStep(self._model, loaded.deferral, loaded.adapters.adapted, loaded.fusions)
                 if record is None
                 else record(loaded.deferral)
             )

@@ -17,7 +17,9 @@ class DecodeWay:
     Attributes:
         compiled: whether steps are recorded (`recorded/compiled_step.py`).
         fused: whether recorded steps leave norms and rotations to the kernel (`recorded/deferral.py`).
-        summed: whether recorded steps compute residual sums and norms as one (`recorded/residual_sums.py`).
+        summed: whether recorded steps compute residual sums with what is beside them (`recorded/residual_sums.py`).
+        gated: whether products compute what comes after them in recorded steps: gates, and sums if `summed`
+            (`recorded/fused_products.py`).
         tensor: whether tensor cores read sealed blocks (`kernels/decode_tensor.py`).
         drafts: whether recorded steps may have several tokens of a sequence.
         reason: why no faster way is used; empty if it is the fastest of this device, or was asked for.
@@ -30,6 +32,7 @@ class DecodeWay:
     drafts: bool = True
     summed: bool = False
     tensor: bool = False
+    gated: bool = False
 
     @property
     def is_fallback(self) -> bool:
@@ -39,7 +42,7 @@ class DecodeWay:
     def describe(self) -> str:
         """Returns it as text, such as `by a kernel, compiled`."""
         more = ["compiled"] * self.compiled + ["with norms and rotations"] * self.fused + ["with sums"] * self.summed
-        more += [TENSOR] * self.tensor
+        more += ["with gates"] * self.gated + [TENSOR] * self.tensor
         way = ", ".join([self.reads.value, *more])
         return f"{way} ({self.reason})" if self.reason else way
 

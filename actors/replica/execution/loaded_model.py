@@ -23,7 +23,8 @@ from .hidden_states import HiddenStates
 from .media.language_inputs import LanguageInputs
 from .media.vision import Vision
 from .recorded.deferral import Deferral
-from .recorded.residual_sums import ResidualSums
+from .recorded.fused_products import FusedProducts
+from .recorded.residual_sums import ResidualSums, fusions_of
 
 IN_CONFIG = "set in the config"
 """The reason for a KV policy that the config names."""
@@ -147,9 +148,9 @@ class LoadedModel:
         return Deferral(self.model) if self.way.fused else None
 
     @cached_property
-    def sums(self) -> ResidualSums | None:
-        """What recorded steps compute together with the norms after it; None if nothing."""
-        return ResidualSums(self.model) if self.way.summed else None
+    def fusions(self) -> list[ResidualSums | FusedProducts]:
+        """What else recorded steps compute by fewer operations."""
+        return fusions_of(self.model, summed=self.way.summed, gated=self.way.gated)
 
     def new_caches(self) -> list[Any]:
         """Empty caches for one sequence, one a layer."""

@@ -10,7 +10,7 @@ When a model is loaded, tests decide whether the kernel is used, and for how man
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -23,14 +23,15 @@ from ...patches import recast
 from .gpu_kernels import kernel
 
 ROWS_LEAST = 2
-"""The fewest rows for the kernel: for one row MLX's kernel reads weights only once too."""
+"""The fewest rows for the kernel, unless it was measured for one: there MLX's kernel reads weights only once too."""
 
 ROWS_MOST = 32
 _BITS, _GROUP_SIZES = 4, (64, 128)
 
-# Template: T, GS (weights a scale), NT (tiles of 8 rows), BIAS; and of a group of threads R (tiles of 16 outputs), W
-# (warps) and RUN. `sizes` are the rows, outputs, inputs, and where each part of the outputs ends. PART is the array of
-# a part, (rows, width).
+# Template: T, GS (weights a scale), NT (tiles of 8 rows), BIAS, GATED; and of a group of threads R (tiles of 16
+# outputs), W (warps) and RUN. `sizes` are the rows, outputs, inputs, whether `more` is added, and where each part of
+# the outputs ends. PART is the array of a part, (rows, width). If GATED, the first half of the outputs are gates, and
+# half of a group's tiles are the outputs in the other half that belong to its gates.
 #
 # The warps share the inputs, a run of 64 * RUN at a time, of which a step multiplies 64. While a warp multiplies a run,
 # it loads the next one, so that memory always has enough to do; a run's scales are loaded together. In a tensor core's
@@ -40,7 +41,8 @@ _BITS, _GROUP_SIZES = 4, (64, 128)
 # the number BASE + c. `sums`, which add up only the rows' inputs, are used to subtract BASE again, and for the weights'
 # bias.
 _BODY = """
-  constexpr int OUTPUTS = 16 * R, WIDE = OUTPUTS + 4, SN = RUN * 64 / GS > 1 ? RUN * 64 / GS : 1;
+  constexpr int OWN = GATED ? R / 2 : R, OUTPUTS = 16 * OWN, WIDE = 16 * R + 4;
+  constexpr int SN = RUN * 64 / GS > 1 ? RUN * 64 / GS : 1;
   constexpr unsigned int ONES = ONE_BITS, HIGH = BASE_BITS, LOW = 0x000f000fu;
   #define MULTIPLY(c, a0, a1, a2, a3, b0, b1) \\
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.KIND.KIND.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \\
@@ -59,14 +61,18 @@ _BODY = """
     T x[4];
   };
   SHARED float sums_s[W * 8 * NT * WIDE];
-  const int M = sizes[0], N = sizes[1], K = sizes[2], g = LANE >> 2, q = LANE & 3, first = GROUP * OUTPUTS;
+  const int M = sizes[0], N = sizes[1], K = sizes[2], g = LANE >> 2, q = LANE & 3;
+  const int first = GROUP * OUTPUTS, width = GATED ? N / 2 : N;
   // An array may begin anywhere within another.
   const bool aligned = ((unsigned long long)x & 15) == 0;
   const unsigned int wide = K / 16, groups = K / GS;
   uint2 ahead[RUN][R][2];
   uint4 rows[RUN][NT][2];
   Scales scales_now[R][2], biases_now[R][2], scales_next[R][2], biases_next[R][2];
-  auto row_of = [&](int r, int h) { return (unsigned int)((first + 16 * r < N ? first + 16 * r : 0) + 8 * h + g); };
+  auto row_of = [&](int r, int h) {
+    const int output = first + 16 * (r % OWN);
+    return (unsigned int)((output < width ? output : 0) + r / OWN * width + 8 * h + g);
+  };
   auto few = [&](Scales& to, const T* from) {
     if (SN == 4) to.four = *(const uint2*)from;
     else if (SN == 2) to.two = *(const unsigned int*)from;
@@ -159,6 +165,7 @@ _BODY = """
       }
     }
   }
+  auto rounded = [](float number) { return static_cast<float>(static_cast<T>(number)); };
   // The warps' sums are added up in their order, so a product has the same bits every time.
   #pragma unroll
   for (int r = 0; r < R; r++) for (int n = 0; n < NT; n++) for (int j = 0; j < 4; j++)
@@ -166,17 +173,26 @@ _BODY = """
   SYNC();
   for (int i = THREAD; i < OUTPUTS * M; i += W * 32) {
     const int m = i / OUTPUTS, n = i % OUTPUTS, output = first + n;
-    if (output >= N) continue;
-    float sum = 0.f;
-    for (int w = 0; w < W; w++) sum += sums_s[(w * 8 * NT + m) * WIDE + n];
-    if (BIAS) sum += static_cast<float>(bias_of[output]);
+    if (output >= width) continue;
+    auto product = [&](int half) {
+      float sum = 0.f;
+      for (int w = 0; w < W; w++) sum += sums_s[(w * 8 * NT + m) * WIDE + half * OUTPUTS + n];
+      if (BIAS) sum += static_cast<float>(bias_of[half * width + output]);
+      return rounded(sum);
+    };
+    float y = product(0);
+    if (GATED) {
+      const float part = rounded(1.f / rounded(1.f + rounded(EXP(ABS(y)))));
+      y = rounded(rounded(y * (y < 0.f ? part : rounded(1.f - part))) * product(1));
+    }
+    if (sizes[3]) y += static_cast<float>(more[m * N + output]);
     int begin = 0, part = 0;
-    while (output >= sizes[3 + part]) begin = sizes[3 + part++];
-    (PART)[(long)m * (sizes[3 + part] - begin) + output - begin] = static_cast<T>(sum);
+    while (output >= sizes[4 + part]) begin = sizes[4 + part++];
+    (PART)[(long)m * (sizes[4 + part] - begin) + output - begin] = static_cast<T>(y);
   }
 """
 
-_INPUTS = ("words", "scales", "biases", "bias_of", "x", "sizes")
+_INPUTS = ("words", "scales", "biases", "bias_of", "more", "x", "sizes")
 KINDS = {
     mx.bfloat16: ("bf16", "0x3f803f80u", "0x43004300u", "128.f"),
     mx.float16: ("f16", "0x3c003c00u", "0x64006400u", "1024.f"),
@@ -184,7 +200,7 @@ KINDS = {
 """By dtype: its name in PTX, two ones, and the number above which its lowest bits count by one, twice and once."""
 
 
-def multiply(layer: Any, x: mx.array, widths: Sequence[int]) -> list[mx.array]:
+def multiply(layer: Any, x: mx.array, widths: Sequence[int], add: mx.array | None = None) -> list[mx.array]:
     """Multiplies rows with a layer's transposed weights, and adds its bias if it has one.
 
     Args:
@@ -192,19 +208,49 @@ def multiply(layer: Any, x: mx.array, widths: Sequence[int]) -> list[mx.array]:
             in the dtype of `x`; see `fits`.
         x: `(..., inputs)`, bfloat16 or float16, 1 to 32 rows.
         widths: the widths of the parts, which together are all outputs.
+        add: `(..., outputs)` in the dtype of `x`, which is added to a product of one part after that was rounded, and
+            the sum is rounded again; None for nothing.
 
     Returns:
         The parts, each `(..., width)`, contiguous, in the dtype of `x`.
     """
+    assert add is None or (len(widths) == 1 and add.dtype == x.dtype and add.shape == (*x.shape[:-1], *widths))
+    return _launch(layer, x, widths, add)
+
+
+def multiply_gated(layer: Any, x: mx.array) -> mx.array:
+    """Multiplies rows with a layer of which the first half of the outputs are gates, and the second half what they let
+    through; see `gates`. Each number is rounded as MLX rounds it in `silu(gate) * up`: products, exponential, sigmoid,
+    and what is computed with it.
+
+    Args:
+        layer, x: as for `multiply`.
+
+    Returns:
+        `(..., outputs / 2)`, contiguous, in the dtype of `x`.
+    """
+    return _launch(layer, x, (layer["weight"].shape[0] // 2,), gated=True)[0]
+
+
+def gates(widths: Sequence[int]) -> bool:
+    """Whether `multiply_gated` computes a layer with parts of these widths."""
+    return len(widths) == 2 and widths[0] == widths[1] and widths[0] % 16 == 0
+
+
+def _launch(
+    layer: Any, x: mx.array, widths: Sequence[int], add: mx.array | None = None, *, gated: bool = False
+) -> list[mx.array]:
     words, scales, bias = layer["weight"], layer["scales"], layer.get("bias")
     lead, inputs, outputs = x.shape[:-1], x.shape[-1], words.shape[0]
     rows, tiles = x.size // inputs, _tiles(x.size // inputs)
-    shape = _shape(tiles, outputs, inputs)
-    plan = _plan(x.dtype, layer.group_size, tiles, *shape, bias is not None, len(widths))
+    shape = _shape(tiles, outputs, inputs, gated)
+    plan = _plan(x.dtype, layer.group_size, tiles, *shape, bias is not None, gated, len(widths))
+    # What is not read must be an array too.
+    other = [scales if array is None else array for array in (bias, add)]
     return plan.launch(
-        inputs=[words, scales, layer["biases"], scales if bias is None else bias, x, _sizes(rows, inputs, *widths)],
+        inputs=[words, scales, layer["biases"], *other, x, _sizes(rows, outputs, inputs, add is not None, *widths)],
         template=plan.template,
-        grid=(-(-outputs // plan.outputs) * plan.threads, 1, 1),
+        grid=(-(-sum(widths) // plan.outputs) * plan.threads, 1, 1),
         threadgroup=(plan.threads, 1, 1),
         output_shapes=[(*lead, width) for width in widths],
         output_dtypes=[x.dtype] * len(widths),
@@ -225,10 +271,15 @@ _SHAPES = {
 fastest on an H200 for the products of an 8B model."""
 
 
-def _shape(tiles: int, outputs: int, inputs: int) -> tuple[int, int, int]:
+_SHAPE_GATED = (2, 8, 2)
+"""Of a gated product with so few outputs that a group would have one tile."""
+
+
+def _shape(tiles: int, outputs: int, inputs: int, gated: bool = False) -> tuple[int, int, int]:
     """Returns tiles of outputs and warps of a group, and steps of a run. All warps have a run if there are enough
     inputs, and a run's scales can be loaded together."""
-    output_tiles, warps, most = next(shape for least, shape in _SHAPES[tiles].items() if outputs >= least)
+    shape = next(shape for least, shape in _SHAPES[tiles].items() if outputs >= least)
+    output_tiles, warps, most = _SHAPE_GATED if gated and shape[0] == 1 else shape
     runs = (run for run in (4, 2) if run <= most and inputs % (64 * run) == 0 and inputs >= 64 * run * warps)
     return output_tiles, warps, next(runs, 1)
 
@@ -245,7 +296,15 @@ class _Plan:
 
 @cache
 def _plan(
-    dtype: mx.Dtype, group_size: int, tiles: int, output_tiles: int, warps: int, run: int, bias: bool, parts: int
+    dtype: mx.Dtype,
+    group_size: int,
+    tiles: int,
+    output_tiles: int,
+    warps: int,
+    run: int,
+    bias: bool,
+    gated: bool,
+    parts: int,
 ) -> _Plan:
     kind, ones, base_bits, base = KINDS[dtype]
     body = _BODY.replace("KIND", kind).replace("ONE_BITS", ones).replace("BASE_BITS", base_bits).replace("BASE", base)
@@ -254,31 +313,54 @@ def _plan(
     for part in reversed(range(parts - 1)):
         chosen = f"part == {part} ? {names[part]} : {chosen}"
     body = body.replace("PART", chosen)
-    template = [("T", dtype), ("GS", group_size), ("NT", tiles), ("BIAS", bias)]
+    template = [("T", dtype), ("GS", group_size), ("NT", tiles), ("BIAS", bias), ("GATED", gated)]
     template += [("R", output_tiles), ("W", warps), ("RUN", run)]
-    return _Plan(kernel(f"few_rows_{kind}_{parts}", _INPUTS, names, body), template, 16 * output_tiles, 32 * warps)
+    launch = kernel(f"few_rows_{kind}_{parts}", _INPUTS, names, body)
+    return _Plan(launch, template, 16 * output_tiles // (2 if gated else 1), 32 * warps)
 
 
 @lru_cache(1024)
-def _sizes(rows: int, inputs: int, *widths: int) -> mx.array:
-    ends = list(accumulate(widths))
-    return mx.array([rows, ends[-1], inputs, *ends], mx.int32)
+def _sizes(rows: int, outputs: int, inputs: int, adds: bool, *widths: int) -> mx.array:
+    return mx.array([rows, outputs, inputs, int(adds), *accumulate(widths)], mx.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """What a layer has multiplied with the kernel: `outputs` are the parts that `multiply` returned."""
+
+    layer: Any
+    x: mx.array
+    outputs: list[mx.array]
 
 
 class FewRowsLinear(nn.QuantizedLinear):
-    """A quantized layer that multiplies `ROWS_LEAST` to `rows_most` rows with the kernel."""
+    """A quantized layer that multiplies `rows_least` to `rows_most` rows with the kernel.
+
+    Attributes:
+        note: is told each product of the kernel; None for nobody.
+    """
 
     rows_most: int
+    rows_least: int = ROWS_LEAST
+    note: Callable[[Product], None] | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns `(..., outputs)` for `x` `(..., inputs)`."""
-        return multiply(self, x, (self.weight.shape[0],))[0] if takes(self, x) else super().__call__(x)
+        return self.parts(x, (self.weight.shape[0],))[0] if takes(self, x) else super().__call__(x)
+
+    def parts(self, x: mx.array, widths: Sequence[int]) -> list[mx.array]:
+        """As `multiply`, with this layer, which `takes` the rows."""
+        outputs = multiply(self, x, widths)
+        if self.note is not None:
+            self.note(Product(self, x, outputs))
+        return outputs
 
 
 class FewRowsEmbedding(nn.QuantizedEmbedding):
     """The same for an embedding that is the output layer too."""
 
     rows_most: int
+    rows_least: int = ROWS_LEAST
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Returns logits `(..., vocabulary)` for `x` `(..., dim)`."""
@@ -295,13 +377,13 @@ def takes(layer: Any, x: mx.array) -> bool:
     """Whether a layer multiplies `x` `(..., inputs)` with the kernel."""
     if not isinstance(layer, FewRowsLinear | FewRowsEmbedding) or x.dtype != layer["scales"].dtype:
         return False
-    return ROWS_LEAST <= x.size // x.shape[-1] <= layer.rows_most
+    return layer.rows_least <= x.size // x.shape[-1] <= layer.rows_most
 
 
-def by_kernel(layer: Any, rows_most: int) -> Any:
-    """Returns a quantized layer as one that multiplies up to `rows_most` rows with the kernel."""
+def by_kernel(layer: Any, rows_most: int, rows_least: int = ROWS_LEAST) -> Any:
+    """Returns a quantized layer as one that multiplies `rows_least` to `rows_most` rows with the kernel."""
     made = recast(copy.copy(layer), _FORMS[type(layer)])
-    made.rows_most = rows_most
+    made.rows_most, made.rows_least = rows_most, rows_least
     return made
 
 

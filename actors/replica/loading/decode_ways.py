@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,10 +20,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from ....cluster.environment import kernels_wanted
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
-from ..device.device import on_gpu
+from ..device.device import on_cuda, on_gpu
 from ..execution.decode_way import TENSOR, DecodeWay, Trial, Tried, nobody
 from ..execution.recorded.compiled_step import CompiledStep
 from ..execution.recorded.deferral import Deferral
+from ..execution.recorded.fused_products import FusedProducts
 from ..execution.recorded.residual_sums import ResidualSums
 from ..kernels import decode_kernel, gpu_kernels
 from ..kv.caches import ModelCacheSpec, Slab, merge, new_caches, new_pool, restore
@@ -42,6 +43,8 @@ TIMED_STEPS, TIMED_ROUNDS = 8, 4
 LONG_SEQUENCES, LONG_BLOCKS = 8, 32
 """With these histories a step takes a device longer than its host, so that a faster kernel shows."""
 
+NO_FASTER = "a recorded step takes no less time"
+
 SLOWER_MOST = 1.5
 """A kernel is not used if it takes more than this many times as long as dequantizing. It is made for longer sequences
 than those of the test, so a little slower says nothing."""
@@ -50,7 +53,7 @@ TRIES_MAX = 2
 """After so many processes that ended while kernels were tried, they are not tried again. One may have been stopped."""
 
 _FAILS, _TRYING = "fails:", "trying_kernels"
-_WHAT, _VERSION = "decode_way", 5
+_WHAT, _VERSION = "decode_way", 6
 """Increased whenever the ways, or their tests, change."""
 
 
@@ -71,8 +74,8 @@ def fastest(
         findings: of this model with KV of this spec.
         pieces: a piece ends after each step of a test, and after each layer of a prompt.
         tried: is told each way that is tested now.
-        whole: False for a part of a divided model. It computes no residual sums with norms: a stage needs the sums
-            themselves, and shares must decode in one way, which a test of the time may decide differently.
+        whole: False for a part of a divided model. It fuses neither sums nor gates: a stage needs the sums themselves,
+            and shares must decode in one way, which a test of the time may decide differently.
     """
     if on_gpu() and kernels_wanted() is False:
         # Not stored: the variable may be gone at the next load.
@@ -124,9 +127,10 @@ def _known(found: Any) -> DecodeWay | None:
             "drafts": bool(drafts),
             "summed": bool(summed),
             "tensor": bool(tensor),
+            "gated": bool(gated),
         }:
             with suppress(ValueError):
-                return DecodeWay(Reads(reads), compiled, fused, reason, drafts, summed, tensor)
+                return DecodeWay(Reads(reads), compiled, fused, reason, drafts, summed, tensor, gated)
     return None
 
 
@@ -144,33 +148,78 @@ def _found(
         return DecodeWay(Reads.DEQUANTIZED, reason=reason)
     if wanted is not Reads.KERNEL:
         return DecodeWay(wanted)
-    deferral: Deferral | None = Deferral(model)
-    reason, drafts = "it has none of the kinds that are known", True
-    if not deferral.is_empty:
-        reason, drafts = _why_not_compiled(model, spec, context_tokens, pieces, tried, deferral)
+    how = _Recording(Deferral(model))
+
+    def why_not(how: _Recording, than: _Recording | None = None) -> tuple[str, bool]:
+        return _why_not_compiled(model, spec, context_tokens, pieces, tried, how, than)
+
+    assert how.deferral is not None
+    reason, drafts = ("it has none of the kinds that are known", True) if how.deferral.is_empty else why_not(how)
     if reason:
         logger.info("norms and rotations are not left to the kernel: %s", reason)
-        deferral = None
-        reason, drafts = _why_not_compiled(model, spec, context_tokens, pieces, tried)
+        how = _Recording()
+        reason, drafts = why_not(how)
     if reason:
         logger.warning("decode steps are not compiled: %s", reason)
         return DecodeWay(wanted, reason=reason, drafts=drafts)
-    sums = ResidualSums(model) if whole else None
     reason = "it has none of the kinds that are known" if whole else "it is a part of a model"
-    if sums is not None and not sums.is_empty:
-        reason, summed_drafts = _why_not_compiled(model, spec, context_tokens, pieces, tried, deferral, sums)
-        drafts = drafts if reason else summed_drafts
+    for fusions in _fusions(model) if whole else ():
+        reason, fused_drafts = why_not(fused := replace(how, fusions=fusions), how)
+        if not reason:
+            how, drafts = fused, fused_drafts
+        if reason in ("", NO_FASTER):
+            break
     if reason:
-        logger.info("residual sums are not computed with norms: %s", reason)
-    way = DecodeWay(wanted, compiled=True, fused=deferral is not None, drafts=drafts, summed=not reason)
+        logger.info("residual sums and gates are not computed with what is beside them: %s", reason)
     # Parts of a divided model must decode in one way, which a test of the time may decide differently.
     if whole and spec.policy is not None and spec.policy.quantizes and decode_kernel.has_tensor_cores():
-        recorded = deferral, sums if way.summed else None
-        reason, tensor_drafts = _why_not_compiled(model, spec, context_tokens, pieces, tried, *recorded, tensor=True)
+        reason, tensor_drafts = why_not(tensor := replace(how, tensor=True), how)
         if not reason and (tensor_drafts or not drafts):
-            return replace(way, tensor=True)
+            return tensor.way(drafts=drafts)
         logger.info("blocks are not read with tensor cores: %s", reason or "steps with drafts compute something else")
-    return way
+    return how.way(drafts=drafts)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """How steps are recorded.
+
+    Attributes:
+        deferral, fusions: as for `CompiledStep`.
+        tensor: whether tensor cores read sealed blocks.
+    """
+
+    deferral: Deferral | None = None
+    fusions: tuple[ResidualSums | FusedProducts, ...] = ()
+    tensor: bool = False
+
+    def step(self, model: Any) -> CompiledStep:
+        return CompiledStep(model, self.deferral, fusions=self.fusions)
+
+    def way(self, *, drafts: bool = True) -> DecodeWay:
+        summed, gated = (any(isinstance(each, kind) for each in self.fusions) for kind in (ResidualSums, FusedProducts))
+        return DecodeWay(
+            Reads.KERNEL,
+            compiled=True,
+            fused=self.deferral is not None,
+            drafts=drafts,
+            summed=summed,
+            tensor=self.tensor,
+            gated=gated,
+        )
+
+
+def _fusions(model: Any) -> list[tuple[ResidualSums | FusedProducts, ...]]:
+    """Returns what may be computed by fewer operations, the first of which is used that agrees and takes less time."""
+    products = FusedProducts(model)
+    if products.is_empty and on_cuda():
+        # Measured on an H200: a kernel for sums and norms takes longer than both alone.
+        return []
+    if products.is_empty:
+        sums = ResidualSums(model)
+        return [] if sums.is_empty else [(sums,)]
+    sums = ResidualSums(model, products)
+    return [(products,)] if sums.is_empty else [(products, sums), (products,)]
 
 
 def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces, told: Tried) -> str:
@@ -231,27 +280,24 @@ def _why_not_compiled(
     context_tokens: int,
     pieces: Pieces,
     told: Tried,
-    deferral: Deferral | None = None,
-    sums: ResidualSums | None = None,
-    *,
-    tensor: bool = False,
+    how: _Recording,
+    than: _Recording | None,
 ) -> tuple[str, bool]:
     """Returns why a recorded step does not compute what the model does, empty if it does; and whether one with several
     tokens of a sequence does. If a model's code depends on lengths, it cannot be recorded.
 
     Args:
-        sums: is only used if it takes less time than without.
-        tensor: whether tensor cores are tried, which are only used if they take less time.
+        than: a way that is kept unless steps take less time; None if time does not matter.
     """
     if not all(layer.sealed for layer in spec.layers):
         return "it has layers of other kinds", False
     most_blocks = context_tokens // BLOCK_TOKENS - 1
 
     def steps(step: CompiledStep | None) -> list[mx.array]:
-        with decode_kernel.tensor_cores(tensor and step is not None):
+        with decode_kernel.tensor_cores(how.tensor and step is not None):
             return _batch_steps(model, spec, step, min(FAR_TOKENS_MAX // BLOCK_TOKENS - 1, most_blocks), pieces)
 
-    step, off = CompiledStep(model, deferral, sums=sums), list[float]()
+    step, off = how.step(model), list[float]()
     drafts: list[bool] = []
     timed: list[tuple[float, float]] = []
 
@@ -262,21 +308,15 @@ def _why_not_compiled(
             logger.warning("drafts are not computed in recorded steps: off by %.2g", farthest(expected[-1:], got[-1:]))
         if not agree(expected[:-1], got[:-1], TOLERANCE_16):
             return "a recorded step computes something else"
-        if tensor:
-            both = CompiledStep(model, deferral, sums=sums), step
-            timed.extend(_recorded_steps_s(model, both, _long_sequences(model, spec, most_blocks, pieces), tensor=True))
-        elif sums is not None:
-            caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=True), Reads.KERNEL)
-            _prefill(model, caches, 3, pieces)
-            timed.extend(_recorded_steps_s(model, (CompiledStep(model, deferral), step), caches))
-        return "" if not timed or is_faster(timed) else "a recorded step takes no less time"
+        if than is not None:
+            caches = _timed_sequences(model, spec, most_blocks, pieces, how)
+            timed.extend(_recorded_steps_s(model, (than.step(model), step), caches, tensor=how.tensor))
+        return "" if not timed or is_faster(timed) else NO_FASTER
 
     verdict = try_change(lambda: steps(None), lambda: steps(step), why_not)
     reason = _in_words(verdict, "recording")
-    fused, summed = deferral is not None, sums is not None
-    way = DecodeWay(Reads.KERNEL, compiled=True, fused=fused, summed=summed, tensor=tensor).describe()
     reference_s, step_s = map(min, zip(*timed, strict=True)) if timed else (None, None)
-    told(Trial(way, off[0] if off else None, reason, reference_s, step_s))
+    told(Trial(how.way().describe(), off[0] if off else None, reason, reference_s, step_s))
     return reason, bool(drafts) and drafts[-1]
 
 
@@ -304,8 +344,22 @@ def _recorded_steps_s(
     return found[1:]
 
 
-def _long_sequences(model: Any, spec: ModelCacheSpec, most_blocks: int, pieces: Pieces) -> list[PagedKVCache]:
-    """Returns the caches of several sequences of `LONG_BLOCKS` blocks, or `most_blocks` if these are fewer."""
+def _timed_sequences(
+    model: Any, spec: ModelCacheSpec, most_blocks: int, pieces: Pieces, how: _Recording
+) -> list[PagedKVCache]:
+    """Returns the caches of sequences whose steps show what a way saves: several long ones for tensor cores, several
+    short ones for products of few rows, which are of more than one, and else a short one."""
+    if how.tensor:
+        return _sequences(model, spec, min(LONG_BLOCKS, most_blocks), pieces)
+    if how.way().gated:
+        return _sequences(model, spec, 0, pieces)
+    caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=True), Reads.KERNEL)
+    _prefill(model, caches, 3, pieces)
+    return caches
+
+
+def _sequences(model: Any, spec: ModelCacheSpec, blocks: int, pieces: Pieces) -> list[PagedKVCache]:
+    """Returns the caches of `LONG_SEQUENCES` sequences of so many blocks and two tokens."""
     pool = new_pool(spec, kernels=True)
 
     def sequence() -> list[Any]:
@@ -315,7 +369,7 @@ def _long_sequences(model: Any, spec: ModelCacheSpec, most_blocks: int, pieces: 
     _prefill(model, first, BLOCK_TOKENS, pieces)
     block = SequenceView(spec, first, None, BLOCK_TOKENS).cut(0, BLOCK_TOKENS)
     _prefill(model, first, 2, pieces)
-    return merge([_far(spec, sequence(), first, block, min(LONG_BLOCKS, most_blocks)) for _ in range(LONG_SEQUENCES)])
+    return merge([_far(spec, sequence(), first, block, blocks) for _ in range(LONG_SEQUENCES)])
 
 
 def _far(spec: ModelCacheSpec, caches: list[Any], source: Sequence[Any], block: Any, blocks: int) -> list[Any]:

@@ -15,7 +15,7 @@ from mlx.utils import tree_unflatten
 from ...model_files.source import first_sentence
 from ..device.device import on_cuda
 from ..kernels import gpu_kernels
-from ..kernels.few_rows import ROWS_MOST, by_kernel, fits, multiply
+from ..kernels.few_rows import ROWS_LEAST, ROWS_MOST, by_kernel, fits, gates, multiply, multiply_gated
 from ..proving.agreement import MODEL_ERRORS, Logits, try_change
 from ..proving.findings import NOWHERE, Findings
 from ..proving.pieces import IN_ONE_PIECE, Pieces
@@ -23,7 +23,9 @@ from ..proving.pieces import IN_ONE_PIECE, Pieces
 logger = logging.getLogger(__name__)
 
 ROWS_TRIED = (ROWS_MOST, 16, 8)
-"""A tile has 8 rows."""
+"""The most rows. A tile has 8."""
+
+_BOUNDS = [[least, most] for least in (1, ROWS_LEAST) for most in (0, *ROWS_TRIED)]
 
 TOLERANCE = 2e-2
 """How far a product may be off MLX's own with dequantized weights, relative to its largest number: both round to 16
@@ -36,7 +38,7 @@ OUTPUTS_DEQUANTIZED = 8192
 TIMED_PRODUCTS, TIMED_ROUNDS = 8, 5
 
 
-_WHAT, _VERSION = "few_rows", 2
+_WHAT, _VERSION = "few_rows", 3
 """Increased whenever the kernel or its test changes."""
 
 
@@ -55,21 +57,25 @@ def install(model: nn.Module, findings: Findings = NOWHERE, pieces: Pieces = IN_
         return 0
     modules = dict(model.named_modules())
     known = findings.read(_WHAT, _VERSION)
-    most: dict[str, int] = {}
+    # The fewest and the most rows by shape.
+    bounds: dict[str, list[int]] = {}
     if isinstance(known, dict):
-        most |= {shape: rows for shape, rows in known.items() if rows in (0, *ROWS_TRIED)}
+        bounds |= {shape: rows for shape, rows in known.items() if rows in _BOUNDS}
     better: list[tuple[str, Any]] = []
     for name, layer in modules.items():
         if not fits(layer):
             continue
-        shape = str((*layer.weight.shape, layer.group_size, "bias" in layer))
-        if shape not in most:
-            # If a layer has both forms (`prepare.py`), this one is its `stored`.
-            most[shape] = _rows_most(layer, _product(modules[name.removesuffix(".stored")]))
-            findings.note(_WHAT, _VERSION, most)
+        # If a layer has both forms (`prepare.py`), this one is its `stored`.
+        whole = name.removesuffix(".stored")
+        gated = gates(getattr(modules.get(whole.rpartition(".")[0]), "widths", ()))
+        shape = str((*layer.weight.shape, layer.group_size, "bias" in layer, gated))
+        if shape not in bounds:
+            bounds[shape] = _bounds(layer, _product(modules[whole]), gated)
+            findings.note(_WHAT, _VERSION, bounds)
             pieces.pause()
-        if most[shape]:
-            better.append((name, by_kernel(layer, most[shape])))
+        least, most = bounds[shape]
+        if most:
+            better.append((name, by_kernel(layer, most, least)))
     model.update_modules(tree_unflatten(better))
     return len(better)
 
@@ -78,28 +84,39 @@ def _product(layer: Any) -> Callable[[mx.array], mx.array]:
     return getattr(layer, "as_linear", layer)
 
 
-def _rows_most(layer: Any, today: Callable[[mx.array], mx.array]) -> int:
-    """Returns up to how many rows the kernel is to be used for layers of this shape, 0 for none.
+def _bounds(layer: Any, today: Callable[[mx.array], mx.array], gated: bool) -> list[int]:
+    """Returns for how many rows, at least and at most, the kernel is to be used for layers of this shape, 0 for none.
 
     Args:
         today: computes the product without the kernel.
+        gated: whether half of the outputs may be gates of the others (`recorded/fused_products.py`).
     """
     shape = f"{layer.weight.shape[0]} x {layer.weight.shape[1] * 8}"
     inputs = [_inputs(layer, count, 1)[0] for rows in ROWS_TRIED for count in (rows, rows - 3)]
-    verdict = try_change(
-        lambda: [_plain_product(layer, x).astype(mx.float32) for x in inputs],
-        lambda: [_product_in_parts(layer, x).astype(mx.float32) for x in inputs],
-        _why_not,
-    )
+    inputs += _inputs(layer, 1, 1)
+
+    def expected() -> list[mx.array]:
+        products = [_plain_product(layer, x).astype(mx.float32) for x in inputs]
+        halves = [mx.split(product, 2, axis=-1) for product in products] if gated else []
+        # On CUDA MLX would compile a kernel for `nn.silu`, which takes seconds.
+        return products + [gate * mx.sigmoid(gate) * up for gate, up in halves]
+
+    def got() -> list[mx.array]:
+        products = [_product_in_parts(layer, x) for x in inputs]
+        products += [multiply_gated(layer, x) for x in inputs] if gated else []
+        return [product.astype(mx.float32) for product in products]
+
+    verdict = try_change(expected, got, _why_not)
     error = verdict.error
     if verdict.holds:
         try:
-            return next((rows for rows in ROWS_TRIED if not _kernel_is_slower(layer, rows, today, shape)), 0)
+            most = next((rows for rows in ROWS_TRIED if not _kernel_is_slower(layer, rows, today, shape)), 0)
+            return [1 if most and not _kernel_is_slower(layer, 1, today, shape) else ROWS_LEAST, most]
         except MODEL_ERRORS as failed:
             error = failed
     reason = verdict.reason if error is None else first_sentence(error)
     logger.warning("few rows are multiplied with %s without the kernel: %s", shape, reason)
-    return 0
+    return [ROWS_LEAST, 0]
 
 
 def _why_not(expected: Logits, got: Logits) -> str:
@@ -114,8 +131,8 @@ def _why_not(expected: Logits, got: Logits) -> str:
 
 def _kernel_is_slower(layer: Any, rows: int, today: Callable[[mx.array], mx.array], shape: str) -> bool:
     inputs = _inputs(layer, rows, TIMED_PRODUCTS)
-    today_s, kernel_s = (_product_s(product, inputs) for product in (today, _product(by_kernel(layer, rows))))
-    logger.info("%s, %d rows: %.1f us, by the kernel %.1f us", shape, rows, today_s * 1e6, kernel_s * 1e6)
+    today_s, kernel_s = (_product_s(product, inputs) for product in (today, _product(by_kernel(layer, rows, 1))))
+    logger.info("%s, rows: %d: %.1f us, by the kernel %.1f us", shape, rows, today_s * 1e6, kernel_s * 1e6)
     return is_slower(today_s, kernel_s)
 
 

@@ -134,7 +134,7 @@ class Joined(nn.Module):
     def _multiply(self, x: mx.array) -> list[mx.array | None]:
         stored = getattr(self.layer, "stored", self.layer)
         if few_rows.takes(stored, x):
-            return [*few_rows.multiply(stored, x, self.widths)]
+            return [*stored.parts(x, self.widths)]
         return [*mx.split(self.layer(x), [*accumulate(self.widths[:-1])], axis=-1)]
 
 

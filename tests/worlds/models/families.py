@@ -191,15 +191,17 @@ def config_of(family: str, **other: Any) -> dict[str, Any]:
     }
 
 
-def write_model(folder: Path, family: str, *, bits: int | None = None, seed: int = 7, **other: Any) -> Path:
+def write_model(
+    folder: Path, family: str, *, bits: int | None = None, group_size: int = 32, seed: int = 7, **other: Any
+) -> Path:
     """Write a tiny model of `family`, with `other` entries in its config, into `folder`; with `bits`, quantized in
-    groups of 32."""
+    groups."""
     config = config_of(family, **other)
     model_class, arguments_class = _get_classes(config)
     model: nn.Module = model_class(arguments_class.from_dict(config))
     model.update(random_weights(model, seed))
     if bits is not None:
-        model, config = quantize_model(model, config, group_size=32, bits=bits)
+        model, config = quantize_model(model, config, group_size=group_size, bits=bits)
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder, model, donate_model=False)
     (folder / "config.json").write_text(json.dumps(config))

@@ -9,7 +9,7 @@ size classes, so that a batch needs few graphs while its sequences grow.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from ...kernels.head_transform import NOTHING, HeadTransform
 from ...kernels.sealing import Sealed, SealPolicy
 from ...kv.paged_cache import PagedKVCache
 from .deferral import Deferral
+from .fused_products import FusedProducts
 from .residual_sums import ResidualSums
 
 GRAPHS_MAX = 64
@@ -52,8 +53,8 @@ class CompiledStep:
 
     Args:
         deferral: which operations of the model are left to the kernel; None for none.
-        sums: which residual sums are computed with the norms after them; None for none.
         adapted: the adapters of the model; None for none.
+        fusions: what else is computed by fewer operations; each is active while a step is recorded.
     """
 
     def __init__(
@@ -61,9 +62,9 @@ class CompiledStep:
         model: Any,
         deferral: Deferral | None = None,
         adapted: Adapted | None = None,
-        sums: ResidualSums | None = None,
+        fusions: Sequence[ResidualSums | FusedProducts] = (),
     ) -> None:
-        self._model, self._deferral, self._adapted, self._sums = model, deferral, adapted, sums
+        self._model, self._deferral, self._adapted, self._fusions = model, deferral, adapted, fusions
         self._graphs: LRUCache[Any, Callable[..., mx.array]] = LRUCache(GRAPHS_MAX)
 
     def __call__(
@@ -122,7 +123,7 @@ class CompiledStep:
         return all(cache.nbytes for cache in caches) and (gathers or not any(adapters))
 
     def _record(self, caches: Sequence[PagedKVCache], kind: type[Sealed], most: int) -> Callable[..., mx.array]:
-        deferral, adapted, sums = self._deferral, self._adapted, self._sums
+        deferral, adapted, fusions = self._deferral, self._adapted, self._fusions
         recorded = [(RecordedCache(cache.policy), cache.group) for cache in caches]
         for cache, _ in recorded:
             if deferral is not None:
@@ -144,7 +145,9 @@ class CompiledStep:
                 )
             adapting = adapted.recording(numbers[0]) if numbers and adapted is not None else nullcontext()
             deferring = nullcontext() if deferral is None else deferral.active(offset)
-            with adapting, deferring, nullcontext() if sums is None else sums.active():
+            with ExitStack() as fusing, adapting, deferring:
+                for fusion in fusions:
+                    fusing.enter_context(fusion.active())
                 logits = self._model(tokens, cache=[cache for cache, _ in recorded], **extra)[:, -1]
             for cache, _ in recorded:
                 # They stood for the inputs.

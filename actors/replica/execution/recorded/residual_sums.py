@@ -1,8 +1,11 @@
-"""Computes residual sums and the norms after them as one operation each, while a step is recorded.
+"""Computes residual sums with what comes before or after them, while a step is recorded.
 
 During the recording, stand-ins replace the norms of a model's layers. Each takes the sum of the stream before the last
 norm and of what the layer's part after that norm has returned, and gives the norm of it. The model goes on to compute
 the sums itself, but what it computes is used by nothing that is recorded, so it is left out.
+
+On CUDA products compute the sums (`fused_products.py`), and the model's own norms follow. For Metal there is no such
+product: there a sum and its norm are one kernel (`sum_norm.py`). On an H200 that kernel took longer than both alone.
 
 If a model adds something else, such as scaled outputs or those of two parts at once, the results differ.
 `loading/decode_ways.py` compares them, and finds out whether a step takes less time.
@@ -21,6 +24,7 @@ from ....patches import stood_in
 from ...kernels import sum_norm
 from ...kernels.head_transform import Norm
 from .deferral import CannotDefer
+from .fused_products import FusedProducts
 
 
 class _Part:
@@ -39,9 +43,14 @@ class _Part:
 
 
 class ResidualSums:
-    """The norms of one model that follow a residual sum. Used on the engine's thread."""
+    """The norms of one model that follow a residual sum. Used on the engine's thread.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        products: compute the sums, and are active whenever this is; None: sums are computed with the norms.
+    """
+
+    def __init__(self, model: nn.Module, products: FusedProducts | None = None) -> None:
+        self._products = products
         self._sites: list[tuple[Any, str, Any]] = []
         self._stream: mx.array | None = None
         self._added: Any = None
@@ -85,6 +94,9 @@ class ResidualSums:
                 raise CannotDefer("nothing was computed since the last norm that could be added to the stream")
             if not stream.dtype == added.dtype == x.dtype:
                 raise CannotDefer("the stream has another dtype than what is added to it")
+            if self._products is not None:
+                self._stream = self._products.sum(stream, added)
+                return norm.module(self._stream)
             self._stream, normed = sum_norm.sum_norm(stream, added, norm.weight, epsilon)
             return normed
 
@@ -99,3 +111,15 @@ class ResidualSums:
                 yield
         finally:
             self._stream = self._added = None
+
+
+def fusions_of(model: nn.Module, *, summed: bool, gated: bool) -> list[ResidualSums | FusedProducts]:
+    """Returns what a recorded step of a model computes by fewer operations.
+
+    Args:
+        summed: whether residual sums are computed with what is beside them.
+        gated: whether products compute what comes after them: gates, and sums if `summed`.
+    """
+    products = FusedProducts(model) if gated else None
+    sums = ResidualSums(model, products) if summed else None
+    return [each for each in (products, sums) if each is not None and not each.is_empty]

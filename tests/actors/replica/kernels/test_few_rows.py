@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.activations import swiglu
 
 from satchel.actors.replica.device.device import on_cuda
 from satchel.actors.replica.kernels import few_rows
@@ -90,6 +91,61 @@ def test_the_kernel_multiplies(
     expected = exact(layer, x)
     error = mx.abs(mx.concatenate(parts, axis=-1).astype(mx.float32) - expected).max()
     assert error <= 1.5 * ROUNDING[dtype] * mx.abs(expected).max()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("rows, bias", [(3, False), (13, True)])
+def test_it_adds_to_a_product_as_a_sum_after_it_does(dtype: mx.Dtype, rows: int, bias: bool, kernel: None):
+    """To the last bit."""
+    layer, x = quantized(48, 192, dtype, bias=bias), drawn((rows, 1, 192), dtype)
+    add = mx.random.normal((rows, 1, 48), key=mx.random.key(5)).astype(dtype) * 16
+    (product,), (added,) = few_rows.multiply(layer, x, (48,)), few_rows.multiply(layer, x, (48,), add)
+    assert added.dtype == dtype and mx.array_equal(added, product + add)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "width", "shape"),
+    [(2, 64, 16, (2, 8, 1)), (7, 640, 48, (4, 4, 2)), (16, 512, 80, (2, 4, 2)), (27, 256, 48, (4, 4, 1))],
+)
+def test_gates_let_through_what_mlx_lm_lets_through(
+    dtype: mx.Dtype,
+    rows: int,
+    inputs: int,
+    width: int,
+    shape: tuple[int, int, int],
+    kernel: None,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(few_rows, "_shape", lambda *sizes: shape)
+    layer, x = quantized(2 * width, inputs, dtype, bias=rows % 2 == 1), drawn((rows, 1, inputs), dtype) / 4
+    gate, up = few_rows.multiply(layer, x, (width, width))
+    out = few_rows.multiply_gated(layer, x)
+    assert out.shape == (rows, 1, width) and out.dtype == dtype
+    rounded = swiglu_in_steps(gate.astype(mx.float32), up.astype(mx.float32), dtype)
+    # Exponentials differ by a last bit of float32, which may decide how they are rounded.
+    assert (out != rounded).astype(mx.float32).mean() < 0.01
+    # MLX rounds less often on a CPU: sigmoids may be off by some of their last bits, of 1.
+    for one in (out, rounded):
+        off = mx.abs(one.astype(mx.float32) - swiglu(gate, up).astype(mx.float32))
+        assert (off <= 4 * ROUNDING[dtype] * mx.abs(gate.astype(mx.float32) * up.astype(mx.float32))).all()
+
+
+def swiglu_in_steps(gate: mx.array, up: mx.array, dtype: mx.Dtype) -> mx.array:
+    """What MLX computes on CUDA, where each operation of `Sigmoid` in its `unary_ops.cuh` is rounded to the dtype."""
+
+    def rounded(x: mx.array) -> mx.array:
+        return x.astype(dtype).astype(mx.float32)
+
+    part = rounded(1 / rounded(1 + rounded(mx.exp(mx.abs(gate)))))
+    return (rounded(gate * mx.where(gate < 0, part, rounded(1 - part))) * up).astype(dtype)
+
+
+def test_gates_are_found_by_the_widths():
+    layers = [(32, 32), (24, 24), (32, 16), (32,), (32, 32, 32)]
+    assert [few_rows.gates(widths) for widths in layers] == [True, False, False, False, False]
+    for tiles in (1, 2, 4):
+        assert all(few_rows._shape(tiles, outputs, 64, True)[0] % 2 == 0 for outputs in (32, 5000, 10_000, 70_000))
 
 
 def test_rows_may_begin_anywhere_in_memory(kernel: None, monkeypatch: pytest.MonkeyPatch):
@@ -185,9 +241,24 @@ def test_a_models_layers_multiply_few_rows_by_the_kernel(device: None, monkeypat
     # On a CPU MLX rounds sums of codes to 16 bits.
     assert mx.abs(after - before).max() <= 5e-2 * mx.abs(before).max()
     seen.clear()
-    model(tokens[:1], None)
     model(mx.zeros((33, 1), mx.uint32), None)
     assert not seen
+    model(tokens[:1], None)
+    assert len(seen) == 3
+
+
+def test_one_row_is_multiplied_by_the_kernel_where_that_is_not_slower(device: None, monkeypatch: pytest.MonkeyPatch):
+    is_slower, timed = few_rows_check._kernel_is_slower, list[int]()
+
+    def slower(layer: Any, rows: int, *rest: Any) -> bool:
+        timed.append(rows)
+        return is_slower(layer, rows, *rest) or rows == 1
+
+    monkeypatch.setattr(few_rows_check, "_kernel_is_slower", slower)
+    model = Tiny()
+    few_rows_check.install(model)
+    assert timed == [32, 1] * 3
+    assert [few_rows.takes(model.last, drawn((rows, 64))) for rows in (1, 2, 32)] == [False, True, True]
 
 
 def test_a_kernel_that_is_slower_is_used_for_fewer_rows_or_not_at_all(device: None, monkeypatch: pytest.MonkeyPatch):
@@ -198,6 +269,21 @@ def test_a_kernel_that_is_slower_is_used_for_fewer_rows_or_not_at_all(device: No
     assert model.last.rows_most == 8
     monkeypatch.setattr(few_rows_check, "is_slower", lambda *_: True)
     assert few_rows_check.install(Tiny()) == 0
+
+
+class Gated(nn.Module):
+    """A layer of gates and of what they let through, as one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = joined._joined([quantized(32, 64, mx.bfloat16), quantized(32, 64, mx.bfloat16)])
+
+
+def test_a_layer_of_gates_is_used_if_it_is_right_as_such_too(device: None, monkeypatch: pytest.MonkeyPatch):
+    assert few_rows_check.install(Gated()) == 1
+    multiply_gated = few_rows.multiply_gated
+    monkeypatch.setattr(few_rows_check, "multiply_gated", lambda layer, x: multiply_gated(layer, x) * 1.1)
+    assert few_rows_check.install(Gated()) == 0
 
 
 @pytest.mark.parametrize("fault", ["wrong", "nothing", "refused"])
