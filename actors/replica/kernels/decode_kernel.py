@@ -26,7 +26,7 @@ import mlx.core as mx
 
 from . import decode_tensor
 from .decode_views import NEW_MOST, WARPS, KernelView
-from .gpu_kernels import kernel
+from .gpu_kernels import kernel, prepare
 from .head_transform import NOTHING, HeadTransform
 from .sealing import Plain, Sealed, SealPolicy, value_group
 
@@ -377,7 +377,11 @@ def attend(
     shape = key_dim, value_dim, kv_heads, grouped
     coded = policy.key_bits, policy.key_group
     tensor = _tensor_cores and has_tensor_cores()
-    plan = _plan(kind, types, shape, coded, _left(transform), read.most, sinks=sinks is not None, tensor=tensor)
+    left, sunk = _left(transform), sinks is not None
+    plan = _plan(kind, types, shape, coded, left, read.most, sinks=sunk, tensor=tensor)
+    _prepare(
+        kind, types, shape, coded, left, tuple(each.dtype for each in pool), None if sinks is None else sinks.dtype
+    )
     one = read.count == count
     constants = _unchanged(scale) if transform is NOTHING else mx.array([scale, *transform.constants], mx.float32)
     sink = constants if sinks is None else sinks
@@ -466,6 +470,32 @@ def _plan(
     join = kernel("decode_join", (*_PARTS, "numbers", "sinks"), ("out",), _JOIN)
     joined = [("T", dtype), ("DV", value_dim), ("HEADS", kv_heads * grouped), ("SINKS", sinks)]
     return _Kernels(grouped // together, one, parts, template, join, joined)
+
+
+@cache
+def _prepare(
+    kind: type[Sealed],
+    types: tuple[mx.Dtype, mx.Dtype],
+    shape: tuple[int, int, int, int],
+    coded: tuple[int, int],
+    left: tuple[bool, bool, int, bool, bool],
+    blocks: tuple[mx.Dtype, ...],
+    sinks: mx.Dtype | None,
+) -> None:
+    """Begins to compile what steps of a model need, once: with and without drafts and tensor cores.
+
+    Args:
+        blocks: of the pool's arrays.
+        sinks: of the sinks; None for none.
+    """
+    dtype, sunk = types[0], sinks or mx.float32
+    inputs = [*[dtype] * 3, *blocks, *[dtype] * 2, mx.uint32, mx.int32, mx.float32, sunk, mx.uint32]
+    for tensor in (False, True) if has_tensor_cores() else (False,):
+        for most in (1, NEW_MOST) if takes_drafts(shape[:2]) else (1,):
+            plan = _plan(kind, types, shape, coded, left, most, sinks=sinks is not None, tensor=tensor)
+            prepare(plan.parts, plan.template, inputs, [mx.float32] * 3)
+            prepare(plan.one, plan.template, inputs, [dtype])
+            prepare(plan.join, plan.join_template, [*[mx.float32] * 3, mx.int32, sunk], [dtype])
 
 
 def takes_drafts(dims: tuple[int, int]) -> bool:

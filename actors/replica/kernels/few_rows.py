@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...patches import recast
-from .gpu_kernels import kernel
+from .gpu_kernels import kernel, prepare
 
 ROWS_LEAST = 2
 """The fewest rows for the kernel, unless it was measured for one: there MLX's kernel reads weights only once too."""
@@ -255,6 +255,22 @@ def _launch(
         output_shapes=[(*lead, width) for width in widths],
         output_dtypes=[x.dtype] * len(widths),
     )
+
+
+def prepare_products(layer: Any, widths: Sequence[int]) -> None:
+    """Begins to compile all that `multiply`, and `multiply_gated` if `gates`, need for a layer, on other threads.
+
+    Args:
+        layer, widths: as for `multiply`.
+    """
+    dtype, outputs, bias = layer["scales"].dtype, layer["weight"].shape[0], layer.get("bias") is not None
+    inputs = [mx.uint32, *[dtype] * (len(_INPUTS) - 2), mx.int32]
+    for gated in (False, True) if gates(widths) else (False,):
+        parts = 1 if gated else len(widths)
+        for tiles in _SHAPES:
+            shape = _shape(tiles, outputs, layer["weight"].shape[1] * 8, gated)
+            plan = _plan(dtype, layer.group_size, tiles, *shape, bias, gated, parts)
+            prepare(plan.launch, plan.template, inputs, [dtype] * parts)
 
 
 def _tiles(rows: int) -> int:

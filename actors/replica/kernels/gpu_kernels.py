@@ -23,6 +23,7 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any
 
@@ -147,10 +148,32 @@ def kernel(
     return _CudaKernel(name, inputs, outputs, body, "" if bounds is None else f"__launch_bounds__{bounds} ")
 
 
+def prepare(launch: Any, template: Template, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]) -> None:
+    """Begins to compile a kernel on another thread, for a launch with these constants and dtypes. Only NVRTC does that;
+    a launch waits for it.
+
+    Args:
+        launch: what `kernel` returned.
+    """
+    if isinstance(launch, _CudaKernel):
+        launch.prepare(template, inputs, outputs)
+
+
+@cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2), "kernels")
+
+
 class _CudaKernel:
     def __init__(self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str, bounds: str) -> None:
         self._name, self._inputs, self._outputs, self._body, self._bounds = name, inputs, outputs, body, bounds
-        self._compiled: dict[Any, tuple[str, bytes]] = {}
+        # Those that are being compiled, too.
+        self._compiled: dict[Any, tuple[str, bytes] | Future[tuple[str, bytes]]] = {}
+
+    def prepare(self, template: Template, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]) -> None:
+        key = (*template, *inputs, *outputs)
+        if key not in self._compiled:
+            self._compiled[key] = _compilers().submit(self._compile, list(template), list(inputs), list(outputs))
 
     def __call__(
         self,
@@ -164,9 +187,13 @@ class _CudaKernel:
         shared_memory: int = 0,
     ) -> list[mx.array]:
         key = (*template, *(array.dtype for array in inputs), *output_dtypes)
-        if key not in self._compiled:
-            self._compiled[key] = self._compile(template, [array.dtype for array in inputs], output_dtypes)
-        name, binary = self._compiled[key]
+        found = self._compiled.get(key)
+        if isinstance(found, Future):
+            # If it cannot be compiled, this raises why.
+            found = self._compiled[key] = found.result()
+        if found is None:
+            found = self._compiled[key] = self._compile(template, [array.dtype for array in inputs], output_dtypes)
+        name, binary = found
         return mx.fast.precompiled_cuda_kernel(
             name=name,
             compiled_source=binary,

@@ -299,7 +299,7 @@ def attend(
 
     Args:
         queries: (sequences, heads, queries, key_dim), those after a sequence's `new` tokens being padding.
-        keys: (sequences, kv_heads, columns, key_dim), of whole blocks.
+        keys: (sequences, kv_heads, columns, key_dim), a multiple of `COLUMNS` columns.
         values: (sequences, kv_heads, columns, value_dim).
         window: how many of the last tokens a query attends to; 0 for all.
         sinks: (heads,), what every head adds to the softmax's sum; None for nothing.

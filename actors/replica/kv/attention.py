@@ -52,8 +52,6 @@ def install(model: Any) -> bool:
     Returns:
         Whether any module of the model calls MLX's attention by that name.
     """
-    if on_cuda():
-        query_kernels.work()
     change = rebound(model, NAME, lambda before: before if isinstance(before, _Attend) else _Attend(before))
     if change is not None:
         change.make()
@@ -140,8 +138,10 @@ class _Attend:
         """
         heads, sinks = Heads.of(queries, keys, values, named.get("sinks")), named.get("sinks")
         window = cache.batch.window_of(cache.group, mask)
-        chunk = cache.chunk if keys.shape[2] % BLOCK_TOKENS == 0 else None
+        chunk = cache.chunk
         if chunk is not None and window is not None and prefill_kernel_works(heads, bool(window)):
+            if missing := -keys.shape[2] % prefill_kernel.COLUMNS:
+                keys, values = (mx.pad(each, [(0, 0), (0, 0), (0, missing), (0, 0)]) for each in (keys, values))
             return prefill_kernel.attend(queries, keys, values, chunk, named["scale"], window, sinks)
         if is_few(queries, keys):
             return attend_few(queries, keys, values, mask, named["scale"], named.get("sinks"))

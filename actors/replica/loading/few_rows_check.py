@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ from mlx.utils import tree_unflatten
 from ...model_files.source import first_sentence
 from ..device.device import on_cuda
 from ..kernels import gpu_kernels
-from ..kernels.few_rows import ROWS_LEAST, ROWS_MOST, by_kernel, fits, gates, multiply, multiply_gated
+from ..kernels.few_rows import ROWS_LEAST, ROWS_MOST, by_kernel, fits, gates, multiply, multiply_gated, prepare_products
 from ..proving.agreement import MODEL_ERRORS, Logits, try_change
 from ..proving.findings import NOWHERE, Findings
 from ..proving.pieces import IN_ONE_PIECE, Pieces
@@ -62,15 +62,18 @@ def install(model: nn.Module, findings: Findings = NOWHERE, pieces: Pieces = IN_
     if isinstance(known, dict):
         bounds |= {shape: rows for shape, rows in known.items() if rows in _BOUNDS}
     better: list[tuple[str, Any]] = []
+    found: list[tuple[str, Any, tuple[int, ...], str]] = []
     for name, layer in modules.items():
         if not fits(layer):
             continue
-        # If a layer has both forms (`prepare.py`), this one is its `stored`.
-        whole = name.removesuffix(".stored")
-        gated = gates(getattr(modules.get(whole.rpartition(".")[0]), "widths", ()))
-        shape = str((*layer.weight.shape, layer.group_size, "bias" in layer, gated))
+        product = modules.get(_whole(name).rpartition(".")[0])
+        widths: tuple[int, ...] = getattr(product, "widths", (layer.weight.shape[0],))
+        found.append((name, layer, widths, str((*layer.weight.shape, layer.group_size, "bias" in layer, widths))))
+        if found[-1][-1] not in bounds:
+            prepare_products(layer, widths)
+    for name, layer, widths, shape in found:
         if shape not in bounds:
-            bounds[shape] = _bounds(layer, _product(modules[whole]), gated)
+            bounds[shape] = _bounds(layer, _product(modules[_whole(name)]), widths)
             findings.note(_WHAT, _VERSION, bounds)
             pieces.pause()
         least, most = bounds[shape]
@@ -80,17 +83,24 @@ def install(model: nn.Module, findings: Findings = NOWHERE, pieces: Pieces = IN_
     return len(better)
 
 
+def _whole(name: str) -> str:
+    """Returns the name of a layer that may have both forms (`prepare.py`), of which this one is its `stored`."""
+    return name.removesuffix(".stored")
+
+
 def _product(layer: Any) -> Callable[[mx.array], mx.array]:
     return getattr(layer, "as_linear", layer)
 
 
-def _bounds(layer: Any, today: Callable[[mx.array], mx.array], gated: bool) -> list[int]:
+def _bounds(layer: Any, today: Callable[[mx.array], mx.array], widths: Sequence[int]) -> list[int]:
     """Returns for how many rows, at least and at most, the kernel is to be used for layers of this shape, 0 for none.
 
     Args:
         today: computes the product without the kernel.
-        gated: whether half of the outputs may be gates of the others (`recorded/fused_products.py`).
+        widths: the parts in which the product is computed. If there are two, one may have the gates of the other
+            (`recorded/fused_products.py`).
     """
+    gated = gates(widths)
     shape = f"{layer.weight.shape[0]} x {layer.weight.shape[1] * 8}"
     inputs = [_inputs(layer, count, 1)[0] for rows in ROWS_TRIED for count in (rows, rows - 3)]
     inputs += _inputs(layer, 1, 1)
@@ -102,7 +112,7 @@ def _bounds(layer: Any, today: Callable[[mx.array], mx.array], gated: bool) -> l
         return products + [gate * mx.sigmoid(gate) * up for gate, up in halves]
 
     def got() -> list[mx.array]:
-        products = [_product_in_parts(layer, x) for x in inputs]
+        products = [mx.concatenate(multiply(layer, x, widths), axis=-1) for x in inputs]
         products += [multiply_gated(layer, x) for x in inputs] if gated else []
         return [product.astype(mx.float32) for product in products]
 
@@ -110,8 +120,8 @@ def _bounds(layer: Any, today: Callable[[mx.array], mx.array], gated: bool) -> l
     error = verdict.error
     if verdict.holds:
         try:
-            most = next((rows for rows in ROWS_TRIED if not _kernel_is_slower(layer, rows, today, shape)), 0)
-            return [1 if most and not _kernel_is_slower(layer, 1, today, shape) else ROWS_LEAST, most]
+            most = next((rows for rows in ROWS_TRIED if not _kernel_is_slower(layer, rows, today, widths)), 0)
+            return [1 if most and not _kernel_is_slower(layer, 1, today, widths) else ROWS_LEAST, most]
         except MODEL_ERRORS as failed:
             error = failed
     reason = verdict.reason if error is None else first_sentence(error)
@@ -129,17 +139,11 @@ def _why_not(expected: Logits, got: Logits) -> str:
     return ""
 
 
-def _kernel_is_slower(layer: Any, rows: int, today: Callable[[mx.array], mx.array], shape: str) -> bool:
-    inputs = _inputs(layer, rows, TIMED_PRODUCTS)
-    today_s, kernel_s = (_product_s(product, inputs) for product in (today, _product(by_kernel(layer, rows, 1))))
+def _kernel_is_slower(layer: Any, rows: int, today: Callable[[mx.array], mx.array], widths: Sequence[int]) -> bool:
+    inputs, shape = _inputs(layer, rows, TIMED_PRODUCTS), f"{layer.weight.shape[0]} x {layer.weight.shape[1] * 8}"
+    today_s, kernel_s = (_product_s(product, inputs) for product in (today, lambda x: multiply(layer, x, widths)))
     logger.info("%s, rows: %d: %.1f us, by the kernel %.1f us", shape, rows, today_s * 1e6, kernel_s * 1e6)
     return is_slower(today_s, kernel_s)
-
-
-def _product_in_parts(layer: Any, x: mx.array) -> mx.array:
-    """Returns the kernel's product, computed in parts as for joined layers."""
-    outputs = layer.weight.shape[0]
-    return mx.concatenate(multiply(layer, x, (16, outputs - 16) if outputs > 16 else (outputs,)), axis=-1)
 
 
 def _plain_product(layer: Any, x: mx.array) -> mx.array:
@@ -157,10 +161,10 @@ def _inputs(layer: Any, rows: int, count: int) -> list[mx.array]:
     return list(mx.random.normal(shape, key=mx.random.key(rows)).astype(layer.scales.dtype))
 
 
-def _product_s(product: Callable[[mx.array], mx.array], inputs: list[mx.array]) -> float:
+def _product_s(product: Callable[[mx.array], mx.array | list[mx.array]], inputs: list[mx.array]) -> float:
     """Returns the shortest time of a product, in seconds, among others in a recorded graph, as in decode steps."""
 
-    def products(inputs: list[mx.array]) -> list[mx.array]:
+    def products(inputs: list[mx.array]) -> list[mx.array | list[mx.array]]:
         return [product(x) for x in inputs]
 
     run, times = mx.compile(products), []
