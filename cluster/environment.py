@@ -134,10 +134,8 @@ def mlx_settings(home: Home) -> dict[str, str]:
         # MLX raises once a process has used more graphs than its cache holds, which is normal for a server.
         "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
         # Operations launched as one graph. On an H200 a decode step of a 4B model took 9.7 ms with MLX's default of 20
-        # or 30, and 8.2 ms with this. MLX also ends a graph once its inputs have so many MB, and lets the host wait if
-        # ten graphs are launched. The arrays of a large pool are inputs of every layer.
+        # or 30, and 8.2 ms with this.
         "MLX_MAX_OPS_PER_BUFFER": "100",
-        "MLX_MAX_MB_PER_BUFFER": "1000000",
         # Plans of attention by shape, each of which takes 50 ms to make.
         "MLX_CUDA_SDPA_CACHE_SIZE": "1024",
         # By default in a folder that a restart of the machine empties.

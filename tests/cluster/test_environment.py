@@ -11,7 +11,7 @@ import pytest
 from satchel.cluster import environment
 from satchel.cluster.home import Home
 
-NAMES = {"MLX_ENABLE_CACHE_THRASHING_CHECK", "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"}
+NAMES = {"MLX_ENABLE_CACHE_THRASHING_CHECK", "MLX_MAX_OPS_PER_BUFFER"}
 
 
 @pytest.fixture(autouse=True)

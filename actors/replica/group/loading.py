@@ -26,7 +26,7 @@ from ...model_files.source import Progress, first_sentence, read_json, resolve
 from ...model_files.text.end_tokens import end_tokens
 from ...model_files.weights import read_weight_files
 from ..device import blas
-from ..device.device import device_bytes, on_cuda, on_gpu
+from ..device.device import device_bytes, on_cuda, on_gpu, size_graphs
 from ..execution.decode_way import DEQUANTIZED
 from ..execution.loaded_model import LoadedModel
 from ..execution.media.language_inputs import LanguageInputs, separate
@@ -201,6 +201,7 @@ def load_part(
     Raises:
         ModelLoadError: it cannot be loaded or divided; the message says why in one sentence.
     """
+    size_graphs()
     if weights == "auto" and not on_gpu():
         weights = "stored"
     # Before any library takes OpenBLAS for itself.

@@ -35,7 +35,7 @@ from ...model_files.source import (
 from ...model_files.text.end_tokens import end_tokens
 from ...model_files.weights import WeightFile, bytes_in_memory, missing_files, read_weight_file, read_weight_files
 from ..device import blas
-from ..device.device import device_bytes, on_cuda, on_gpu
+from ..device.device import device_bytes, on_cuda, on_gpu, size_graphs
 from ..execution.decode_way import DEQUANTIZED, DecodeWay, Tried, nobody
 from ..execution.hidden_states import HiddenStates, find_hidden_states
 from ..execution.loaded_model import IN_CONFIG, LoadedModel
@@ -123,6 +123,7 @@ def load(
     folder = resolve(source, progress, code=trust_remote_code)
     adapter_folder = resolve_adapter(adapter, progress) if adapter is not None else None
     named = by_request.find_adapters(adapters or {}, progress)
+    size_graphs()
     what = f"loading {source}"
     progress(what, None)
     how = _How(

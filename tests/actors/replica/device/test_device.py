@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 
 import mlx.core as mx
@@ -59,3 +60,20 @@ def test_products_of_a_mac_with_tensor_units_are_no_fault_of_a_model(monkeypatch
     assert not multiplies_exactly(mx.bfloat16)
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
     assert multiplies_exactly(mx.float32) and not agree(exact, shortened)
+
+
+@pytest.mark.parametrize(("gb", "wanted"), [(141, "9024"), (24, "1536"), (8, "1000")])
+def test_graphs_are_as_large_as_the_device_allows(gb: int, wanted: str, monkeypatch: pytest.MonkeyPatch):
+    name = "MLX_MAX_MB_PER_BUFFER"
+    # So that it is put back as it was.
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(device, "device_bytes", lambda: gb * 2**30)
+    device.size_graphs()
+    assert name not in os.environ
+    monkeypatch.setattr(device, "on_cuda", lambda: True)
+    device.size_graphs()
+    assert os.environ[name] == wanted
+    monkeypatch.setenv(name, "5")
+    device.size_graphs()
+    assert os.environ[name] == "5"
