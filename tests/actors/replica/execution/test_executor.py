@@ -110,6 +110,28 @@ def test_sequences_that_were_prefilled_together_join_in_any_batch(
         assert tokens == expected[int(name)][0][: len(tokens)] and len(tokens) >= 7
 
 
+def test_a_step_of_a_changed_batch_waits_only_for_what_was_drawn_before(loaded: LoadedModel):
+    """The inputs of sequences that have joined are put together behind a prefill that runs ahead."""
+    prompts = prompts_of([30, 40, 50, 60])
+    executor = executor_of(loaded)
+    names = prefill(executor, prompts)
+    join(executor, names[:3], prompts)
+    decode(executor, 3)
+    executor.leave(names[1:2])
+    join(executor, names[3:], prompts)
+    executor._change_batch()
+    batch = executor._now
+    wanted = batch.inputs.tolist()
+    assert [each.sequence_id for each in batch.sequences] == ["0", "2", "3"]
+    assert wanted[2] == prompts[3][-1]
+    batch.inputs = mx.zeros((3,), mx.uint32)
+    assert batch.tokens() == wanted
+    # After the step there is no change.
+    batch.inputs = mx.array(wanted, mx.uint32)
+    assert [ready.token for ready in executor.step()] == wanted[:2]
+    assert batch.change is None
+
+
 def test_sequences_that_join_together_are_not_taken_apart(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     """A sequence of its own is two copies a layer, and as many to bring it back."""
     executor = executor_of(loaded)
