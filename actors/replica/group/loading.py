@@ -39,7 +39,7 @@ from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
 from ..kv.paged_cache import Reads
 from ..loading import few_rows_check, joined
 from ..loading.decode_ways import fastest
-from ..loading.model_id import computing, files_of, order_of_weights, refuse_elsewhere
+from ..loading.model_id import computing, files_of, order_of_weights, products_id, refuse_elsewhere
 from ..loading.models import pick_dtype
 from ..loading.prepare import prepare_weights
 from ..loading.quirks import with_windows
@@ -253,7 +253,7 @@ def load_part(
         found = Findings(trials, identity(kept).model_id)
         if joined.join(opened.language, model, found):
             multiplied = f"{kept}, joined"
-        few_rows_check.install(opened.language, found)
+        few_rows_check.install(opened.language, Findings(trials, products_id(kept)))
         if installed and spec.policy is not None:
             known = Findings(trials, identity(multiplied).model_id)
             way = replace(fastest(model, spec, context, known, whole=False), drafts=False)
