@@ -111,10 +111,10 @@ class _EmbeddingByRows(nn.Embedding):
 
 
 def _is_stored(x: mx.array, layer: Any) -> bool:
-    """Whether `x` `(..., inputs)` times a layer's weights `(outputs, inputs)` transposed is faster with stored ones. For
-    more rows MLX would have to compile a kernel first, see `many_rows.py`."""
+    """Whether `x` `(..., inputs)` times a layer's weights `(outputs, inputs)` transposed is faster with stored ones.
+    For more rows MLX would have to compile a kernel first, see `many_rows.py`."""
     is_small = x.size * layer.weight.shape[0] <= STORED_PRODUCTS_MAX
-    return is_small and x.size // x.shape[-1] < many_rows.ROWS_LEAST or few_rows.takes(layer.stored, x)
+    return (is_small and x.size // x.shape[-1] < many_rows.ROWS_LEAST) or few_rows.takes(layer.stored, x)
 
 
 def _dequantized(module: Any, linear: type[nn.Linear] = nn.Linear, embedding: type[nn.Embedding] = nn.Embedding) -> Any:
