@@ -57,10 +57,14 @@ class GroupServing(Serving):
 
     Args:
         plan: the stages; the last one is this process's.
+        followers: those that were started already; None starts them.
     """
 
-    def __init__(self, *given: Any, plan: GroupPlan, logs: Logs, traces: Traces) -> None:
+    def __init__(
+        self, *given: Any, plan: GroupPlan, logs: Logs, traces: Traces, followers: Followers | None = None
+    ) -> None:
         super().__init__(*given)
+        self._begun = followers
         self._plan, self._logs, self._traces = plan, logs, traces
         self._states: Sequence[StageState] = ()
         self._member: Member | None = None
@@ -80,10 +84,13 @@ class GroupServing(Serving):
         except GroupBroken as error:
             logger.error("the group of %s broke: %s", self._name, error)
             os._exit(1)
+        if self._begun is not None:
+            # The model is refused.
+            self._begun.end()
 
     def _ready(self, memory: ReplicaMemory) -> tuple[Proven, int]:
         """Loads the last stage while the followers load theirs, forms the group, and runs its self-test."""
-        followers = Followers(
+        followers = self._begun or Followers(
             self._name,
             self._plan,
             self._model,
