@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -235,6 +237,35 @@ def test_a_leader_that_cannot_serve_ends_its_group_in_order(
             assert "its layers are divided: layers 0 to 2 on a, 2 to 3 on b" in proven.notes
     assert done.exception() is None and not broken and ended == (["killed"] if fault else [])
     assert [*watched] == ["group"]
+
+
+def test_followers_that_were_started_already_end_with_a_refused_model(monkeypatch: pytest.MonkeyPatch):
+    """They start before the leader's libraries are imported, which may be long before it fails."""
+    ended, refused = [], []
+
+    class Begun:
+        def end(self) -> None:
+            ended.append(1)
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise ModelLoadError("its folder is gone")
+
+    monkeypatch.setattr(serving, "Followers", lambda *_: pytest.fail("they are started a second time"))
+    monkeypatch.setattr("satchel.actors.replica.serving.ReplicaMemory", missing)
+    plan = GroupPlan((Stage("a", 0, 2, 9), Stage("b", 2, 3, 9)), (Node(name="a"), Node(name="b")))
+    model = parse_model(name="m", source="/nowhere", split={"pipeline": "auto"})
+    shell: Any = SimpleNamespace(note_progress=lambda what, done: None, refuse=refused.append, engine=None)
+    given = "m-0", model, Scheduling(), Node(name="b"), USUAL, shell
+    begun: Any = Begun()
+    serving.GroupServing(*given, plan=plan, logs=Logs(), traces=Traces(), followers=begun).run()
+    assert ended == [1] and [error.message for error in refused] == ["its folder is gone"]
+
+
+def test_a_leader_starts_followers_without_the_libraries_of_models():
+    code = "import sys; import satchel.actors.replica.group.followers; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "ray" in loaded
+    assert not {"mlx.core", "mlx_lm", "mlx_vlm", "transformers"}.intersection(loaded)
 
 
 @pytest.mark.parametrize("asked, called", [(math.inf, True), (0.0, False)])
