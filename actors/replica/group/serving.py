@@ -35,6 +35,7 @@ from .link.ending import end_soon
 from .loading import load_planned
 from .parts import GroupDisk
 from .self_test import prove_group
+from .served_alone import ServedAlone
 from .tensor.member import joining_of
 
 logger = logging.getLogger(__name__)
@@ -127,8 +128,17 @@ class GroupServing(Serving):
         shared = f", {len(self._plan.stages)} equal shares" if self._plan.shared else ""
         layers = "; ".join(f"{stage.start} to {stage.stop}" for stage in self._plan.stages) + shared
         known = default_home().trials_file
-        proven = prove_group(loaded, self._followers, layers, self._model, self._shell.note_progress, known)
-        notes = [f"its layers are divided: {self._plan.describe()}", *proven.notes]
+        divided = f"its layers are divided: {self._plan.describe()}"
+
+        def begin(alone: LoadedModel) -> Engine:
+            return self.begin(Proven(alone, together=False, notes=[divided]), memory, self._bearable(own))
+
+        served = ServedAlone(self._model.plain_after_s or 0.0, begin, lambda: os._exit(1))
+        progress = self._shell.note_progress
+        proven = prove_group(
+            loaded, self._followers, layers, self._model, progress, known, served if self._may_be_plain else None
+        )
+        notes = [divided, *proven.notes]
         return Proven(proven.loaded, proven.together, notes), self._bearable(own)
 
     def _form(self, loaded: LoadedModel, followers: Followers) -> None:
