@@ -170,7 +170,7 @@ def test_a_leader_whose_group_cannot_be_formed_is_started_again(where: str, monk
 @pytest.mark.parametrize("fault", [False, True])
 def test_a_leader_that_cannot_serve_ends_its_group_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: bool
-):
+) -> None:
     """So its process stays, and can say why; and the follower with the least room limits its budget."""
     folder = write_model(tmp_path / "llama", "llama", num_hidden_layers=3)
     listens = listener()
@@ -207,6 +207,14 @@ def test_a_leader_that_cannot_serve_ends_its_group_in_order(
             raise ModelLoadError("it computes something else")
 
         monkeypatch.setattr(serving, "prove_group", wrong)
+    else:
+
+        def proven_meanwhile(loaded: Any, *given: Any) -> Any:
+            given[-1].offer(loaded)
+            given[-1].serve()
+            return prove_group(loaded, *given)
+
+        monkeypatch.setattr(serving, "prove_group", proven_meanwhile)
 
     def follow() -> None:
         assert formed.wait(60)
@@ -225,6 +233,13 @@ def test_a_leader_that_cannot_serve_ends_its_group_in_order(
     leader = serving.GroupServing(
         "m-0", model, Scheduling(), Node(name="b"), USUAL, shell, plan=plan, logs=Logs(), traces=Traces()
     )
+    served: list[Any] = []
+    engine = SimpleNamespace(
+        executor=SimpleNamespace(clear_batch=lambda: None),
+        delivery=SimpleNamespace(sequences={}),
+        serve=lambda: served.append("served"),
+    )
+    monkeypatch.setattr(leader, "begin", lambda *given: served.append(given) or engine)
     with on_a_thread(follow) as done:
         if fault:
             with pytest.raises(ModelLoadError, match="something else"):
@@ -235,6 +250,10 @@ def test_a_leader_that_cannot_serve_ends_its_group_in_order(
             leader._member.close()
             assert memory_bytes == leaders_bytes(proven.loaded.spec, StageState("", token_bytes=2), 1000)
             assert "its layers are divided: layers 0 to 2 on a, 2 to 3 on b" in proven.notes
+            # Before that one sequence at a time, whose KV is not used again, within the same budget.
+            (alone, _, alone_bytes), end = served
+            assert end == "served" and not alone.together and not alone.loaded.spec.reusable
+            assert proven.loaded.spec.reusable and alone_bytes == memory_bytes
     assert done.exception() is None and not broken and ended == (["killed"] if fault else [])
     assert [*watched] == ["group"]
 
