@@ -43,6 +43,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows_check, "TIMED_PRODUCTS", 1)
     monkeypatch.setattr(few_rows_check, "TIMED_ROUNDS", 1)
 
+    def multiply_gated(layer: Any, x: mx.array) -> mx.array:
+        gate, up = mx.split(exactly(layer, x), 2, axis=-1)
+        return gate * mx.sigmoid(gate) * up
+
     def multiply(layer: Any, x: mx.array, widths: Any) -> list[mx.array]:
         assert x.size // x.shape[-1] <= few_rows.ROWS_MOST
         ends = [sum(widths[: part + 1]) for part in range(len(widths) - 1)]
@@ -50,6 +54,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (few_rows, few_rows_check, many_rows):
         monkeypatch.setattr(module, "multiply", multiply)
+    monkeypatch.setattr(few_rows_check, "multiply_gated", multiply_gated)
+    monkeypatch.setattr(few_rows_check, "prepare_products", lambda layer, widths: None)
 
 
 @pytest.fixture
