@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from ...cluster.config.config import Config, Model
+from ...cluster.config.config import Config, Model, Scheduling
 from ...cluster.config.nodes import Node
 from ...cluster.config.stages import GroupPlan, Stage
 from ...cluster.errors import ModelLoadError, ModelNotFound, SatchelError, Unavailable
@@ -25,7 +25,7 @@ from ..protocol.names import PLANNER
 from ..rpc.shell import answers
 from ..start import located, on_node, present_nodes, start_replica
 from ..supervision.watchdog import Watchdog
-from .planning import memory_of, stages_of
+from .planning import Divider, memory_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class _Planning:
         nodes: those for which it was planned last.
         planned_at: when that was.
         error: why it cannot be placed on the nodes that there are.
+        divider: the process that divides it, as long as there is one.
     """
 
     model: Model
@@ -62,6 +63,7 @@ class _Planning:
     planned_at: float = 0.0
     stages: list[Stage] = field(default_factory=list)
     error: SatchelError | None = None
+    divider: _DividerProcess | None = None
 
 
 class PlannerActor:
@@ -109,6 +111,7 @@ class PlannerActor:
             # Before this process was started again.
             planning.replica, planning.what = next(iter(placed)), ""
             return
+        self._divider_of(planning)
         wanted = list(model.nodes) or list(dict.fromkeys([node.name for node in self._config.machines] + list(present)))
         here = tuple(name for name in wanted if name in present)
         missing = [name for name in wanted if name not in present]
@@ -129,14 +132,19 @@ class PlannerActor:
         scheduling = self._config.scheduling
         try:
             memory = await asyncio.gather(*(_on(node, memory_of, node, scheduling) for node in nodes.values()))
-            head, known = self._config.machines[0], dict(zip(nodes, memory, strict=True))
             planning.what = "dividing its layers"
-            planning.stages = await _on(head, stages_of, planning.model, known, scheduling)
+            known = dict(zip(nodes, memory, strict=True))
+            planning.stages = await self._divider_of(planning).divide(known)
         except SatchelError as error:
             logger.warning("%s cannot be placed on %s: %s", planning.model.name, ", ".join(nodes), error.message)
             # With further nodes it may fit.
             planning.error = error if not missing else None
         planning.planned_at = time.monotonic()
+
+    def _divider_of(self, planning: _Planning) -> _DividerProcess:
+        if planning.divider is None or planning.divider.ended:
+            planning.divider = _DividerProcess(self._config.machines[0], planning.model, self._config.scheduling)
+        return planning.divider
 
     def _place(self, planning: _Planning, present: Mapping[str, Node]) -> None:
         stages, model = planning.stages, planning.model
@@ -147,6 +155,8 @@ class PlannerActor:
         registry.place(model, replica, node.name, stages if plan is not None else ())
         start_replica(replica, model, self._config, node, plan, get_if_exists=True)
         planning.replica, planning.what = replica, ""
+        if planning.divider is not None:
+            planning.divider.end()
 
 
 def _least(model: Model) -> int:
@@ -156,15 +166,49 @@ def _least(model: Model) -> int:
     return model.split.tensor or (len(stages) if isinstance(stages, tuple) else 1)
 
 
+class _DividerProcess:
+    """The process of a model's `Divider`, on the head. It reads at once what it needs.
+
+    Attributes:
+        ended: whether it has ended.
+    """
+
+    def __init__(self, head: Node, model: Model, scheduling: Scheduling) -> None:
+        options = ray.remote(Divider).options(num_cpus=0, max_restarts=0, resources={head.resource: 1})
+        self._node = head
+        self._handle: Any = options.remote(model, scheduling)
+        self._handle.read.remote()
+        self.ended = False
+
+    async def divide(self, memory_bytes: Mapping[str, int]) -> list[Stage]:
+        """As `Divider.stages`. Raises as `_answer`."""
+        try:
+            return await _answer(self._node, self._handle.stages.remote(memory_bytes))
+        except SatchelError:
+            # Whatever it has read may have changed when it is asked again.
+            self.end()
+            raise
+
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            ray.kill(self._handle)
+
+
 async def _on(node: Node, work: Any, *given: Any) -> Any:
-    """Returns what `work` returns in a process on a node, which ends afterwards.
+    """Returns what `work` returns in a process on a node, which ends afterwards. Raises as `_answer`."""
+    task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, resources={node.resource: 1})(work)
+    return await _answer(node, task.remote(*given))
+
+
+async def _answer(node: Node, result: Any) -> Any:
+    """Waits for the result of a process on a node.
 
     Raises:
         SatchelError: what it raised, or that its process has ended.
     """
-    task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, resources={node.resource: 1})(work)
     try:
-        return await task.remote(*given)
+        return await result
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, SatchelError):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def memory_of(node: Node, scheduling: Scheduling) -> int:
     """Returns the bytes that a further model and its KV may use on this machine, which is `node`."""
     # Imported here, because MLX takes a second.
-    from ..replica.memory.replica_memory import unclaimed_bytes
+    from ..replica.memory.claims import unclaimed_bytes
 
     return unclaimed_bytes(default_home().memory_claims, node, scheduling)
 
@@ -36,15 +36,39 @@ def stages_of(model: Model, memory_bytes: Mapping[str, int], scheduling: Schedul
         NoRoom: it does not fit; the message has all sizes.
         ModelLoadError: it cannot be served, or not be divided.
     """
-    from ..replica.group.division.needs import read_headers
-    from ..replica.group.tensor.needs import shares_of
+    return Divider(model, scheduling).stages(memory_bytes)
 
-    assert model.split is not None
-    with _headers(model.source) as folder:
-        if model.split.tensor is not None:
-            return shares_of(model, folder, memory_bytes, scheduling.prefill_chunk_tokens)
-        headers = read_headers(model, folder)
-        return divided(headers, memory_bytes, model.split, scheduling.prefill_chunk_tokens)
+
+class Divider:
+    """Divides one model, in a process of its own: it reads the headers of the model's files while the model still waits
+    for its nodes, and for what they say of their memory."""
+
+    def __init__(self, model: Model, scheduling: Scheduling) -> None:
+        self._model, self._chunk_tokens = model, scheduling.prefill_chunk_tokens
+        self._headers: Headers | None = None
+
+    def read(self) -> None:
+        """Reads ahead what `stages` needs, which tries again if it cannot be read."""
+        with suppress(Exception, SystemExit):
+            self._read()
+
+    def _read(self) -> Headers:
+        from ..replica.group.division.needs import read_headers
+
+        if self._headers is None:
+            with _headers(self._model.source) as folder:
+                self._headers = read_headers(self._model, folder)
+        return self._headers
+
+    def stages(self, memory_bytes: Mapping[str, int]) -> list[Stage]:
+        """As `stages_of`."""
+        from ..replica.group.tensor.needs import shares_of
+
+        assert self._model.split is not None
+        if self._model.split.tensor is None:
+            return divided(self._read(), memory_bytes, self._model.split, self._chunk_tokens)
+        with _headers(self._model.source) as folder:
+            return shares_of(self._model, folder, memory_bytes, self._chunk_tokens)
 
 
 def divided(headers: Headers, memory_bytes: Mapping[str, int], split: Split, chunk_tokens: int) -> list[Stage]:

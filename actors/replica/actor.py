@@ -66,6 +66,7 @@ from .loop.consumers import Consumers
 if TYPE_CHECKING:
     from .execution.media.language_inputs import ImageEmbeddings
     from .execution.sampling.grammar import SequenceGrammar
+    from .group.followers import Followers
     from .jobs.engine import JobEngine
     from .loop.engine import Engine
     from .memory.disk_tier import DiskTier
@@ -442,21 +443,34 @@ class ReplicaActor:
         begin_telemetry(replica_actor_name(self._name), self._logs, self._traces)
         self._pause()
         how = self._name, self._model, self._scheduling, self._of_node, self._timing, _Shell(self)
-        began = time.monotonic()
-        folder = self._folder()
-        found_s = time.monotonic() - began
+        followers: Followers | None = None
         try:
+            followers = self._followers()
+            began = time.monotonic()
+            folder = self._folder()
+            found_s = time.monotonic() - began
             # Imported here, so that callers need not import MLX and the event loop answers meanwhile.
             from .serving_of import serving_of
 
-            serving = serving_of(how, self._plan, self._logs, self._traces, folder)
+            serving = serving_of(how, self._plan, self._logs, self._traces, folder, followers)
         except Exception as error:
             logger.exception("the replica's libraries cannot be loaded")
+            if followers is not None:
+                followers.end()
             self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
         imported_s = time.monotonic() - began - found_s
         logger.info("%s: folder found in %.1f s, libraries imported in %.1f s", self._name, found_s, imported_s)
         serving.run()
+
+    def _followers(self) -> Followers | None:
+        """Starts the followers of a divided model: they load their stages while this process imports libraries."""
+        if self._plan is None:
+            return None
+        from .group.followers import Followers
+
+        how = self._model, self._scheduling, self._timing, self._logs, self._traces
+        return Followers(self._name, self._plan, *how, self._note_progress)
 
     def _folder(self) -> Path | None:
         """Returns the model's folder, after its download if need be; None if it cannot be found, which is reported

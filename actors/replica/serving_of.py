@@ -11,12 +11,18 @@ from ..model_files.image_folders import has_image_layout
 from ..model_files.speech_folders import speech_folder
 
 if TYPE_CHECKING:
+    from .group.followers import Followers
     from .jobs.serving import JobServing
     from .serving import Serving
 
 
 def serving_of(
-    how: tuple[Any, ...], plan: GroupPlan | None, logs: Logs, traces: Traces, folder: Path | None = None
+    how: tuple[Any, ...],
+    plan: GroupPlan | None,
+    logs: Logs,
+    traces: Traces,
+    folder: Path | None = None,
+    followers: Followers | None = None,
 ) -> Serving | JobServing:
     """Returns what loads and serves a model.
 
@@ -24,6 +30,7 @@ def serving_of(
         how: the arguments of `Serving`.
         plan: the stages of a divided model; None if its layers are all here.
         folder: the model's, if it is known already.
+        followers: of a divided model, if they were started already.
     """
     # Each is imported where it is used: a model of text need not wait for the pipelines of images.
     if folder is not None and has_image_layout(folder):
@@ -37,7 +44,7 @@ def serving_of(
     if plan is not None:
         from .group.serving import GroupServing
 
-        return GroupServing(*how, plan=plan, logs=logs, traces=traces)
+        return GroupServing(*how, plan=plan, logs=logs, traces=traces, followers=followers)
     from .serving import Serving
 
     return Serving(*how)

@@ -14,36 +14,23 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import mlx.core as mx
 
 from ....cluster.config.config import Logs, Model, Scheduling, Traces
 from ....cluster.config.nodes import Node
 from ....cluster.config.stages import Stage
 from ....cluster.config.timing import Timing
-from ....cluster.environment import cluster_key, default_home
 from ....cluster.errors import ModelLoadError, SatchelError, Unavailable
 from ....cluster.telemetry.process import begin_telemetry
 from ...protocol.group_clients import StageClient
 from ...protocol.group_messages import FoundPart, ReadPart, StageAddress, StageState
 from ...rpc.shell import answers
 from ...supervision.watchdog import Watchdog
-from ..loading import compile_ahead
-from ..memory.budget import bearable_bytes
-from ..memory.other_parts import disk_tier_of
-from ..memory.replica_memory import ReplicaMemory
-from .forming import GroupTimes, Member
 from .link.broken import GroupBroken
-from .link.ending import end_soon
-from .loading import load_planned
-from .parts import FollowerParts
-from .tensor.member import joining_of
 
 if TYPE_CHECKING:
-    from ..execution.batch import Batch
-    from ..execution.loaded_model import LoadedModel
+    from .stage_work import StageWork
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +73,11 @@ class StageActor:
         self._logs, self._traces = logs, traces
         self._state = StageState("starting")
         self._error: SatchelError | None = None
-        self._bytes = self._weights = 0
         self._calls = threading.Semaphore(0)
         # The leader first asks once it has loaded its own stage, which may take long.
         self._asked_at = math.inf
         self._call: _Call | None = None
-        self._parts: FollowerParts | None = None
+        self._work: StageWork | None = None
         Watchdog(self._name, poll_s=timing.heartbeat_s).start()
         threading.Thread(target=self._run, name="stage", daemon=True).start()
 
@@ -117,18 +103,31 @@ class StageActor:
 
     @answers(StageClient.read)
     async def read(self, part: ReadPart) -> FoundPart:
-        if self._parts is None:
+        if self._work is None:
             return FoundPart(0, [])
-        return await asyncio.to_thread(self._parts.read, part)
+        return await asyncio.to_thread(self._work.read, part)
 
     # The thread that computes.
 
     def _run(self) -> None:
         begin_telemetry(self._name, self._logs, self._traces)
-        compile_ahead.begin_here(self._model.dtype)
         try:
-            with ReplicaMemory(default_home().memory_claims, self._name, self._node, self._scheduling) as memory:
-                loaded = self._load(memory)
+            # Imported here, so that the event loop answers meanwhile.
+            from .stage_work import StageTask, StageWork
+
+            task = StageTask(
+                self._name,
+                self._rank,
+                self._model,
+                self._scheduling,
+                self._stage,
+                self._node,
+                self._nodes,
+                self._timing,
+                self._note,
+            )
+            work = StageWork(task)
+            work.load()
         except SatchelError as error:
             self._error = error
             return
@@ -136,11 +135,13 @@ class StageActor:
             logger.exception("loading a stage of %s failed", self._model.source)
             self._error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
+        self._work = work
         if not self._is_called():
             logger.warning("%s ends: no leader asks for it", self._name)
             os._exit(1)
+        assert self._call is not None
         try:
-            self._follow(loaded)
+            work.follow(self._call.group, self._call.listener)
         except GroupBroken as error:
             logger.warning("the group of %s has ended: %s", self._name, error)
         except BaseException:
@@ -156,55 +157,5 @@ class StageActor:
                 return False
         return True
 
-    def _load(self, memory: ReplicaMemory) -> LoadedModel:
-        loaded = load_planned(
-            self._model,
-            self._stage,
-            self._rank,
-            self._note_progress,
-            memory.make_way,
-            self._scheduling.memory_bytes_max,
-        )
-        self._bytes = memory.settle(loaded)
-        self._weights = mx.get_active_memory()
-        spec = loaded.spec
-        self._state = StageState(
-            "waiting for the group", None, True, self._bytes, spec.bytes_per_token, spec.open_sequence_bytes
-        )
-
-        def resize(share_bytes: int, free_bytes: int, device_bytes: int) -> None:
-            used = max(0, mx.get_active_memory() - self._weights)
-            self._bytes = bearable_bytes(share_bytes, used, free_bytes, device_bytes)
-            if loaded.pool is not None:
-                loaded.pool.limit(self._bytes)
-
-        threading.Thread(target=memory.watch, args=(lambda: 0, resize), name="memory", daemon=True).start()
-        return loaded
-
-    def _follow(self, loaded: LoadedModel) -> None:
-        assert self._call is not None
-        member = Member(
-            self._call.group,
-            self._rank,
-            cluster_key(),
-            self._call.listener,
-            GroupTimes.of(self._timing),
-            lambda: self._bytes,
-            lambda why: end_soon(self._name, why),
-            joining_of(self._model, self._timing),
-        )
-        try:
-            following = member.follow(loaded)
-            if loaded.spec.reusable:
-                self._parts = following.batch.parts = self._parts_of(loaded, following.batch)
-            self._state = replace(self._state, what="serving")
-            following.run()
-        finally:
-            member.close()
-
-    def _parts_of(self, loaded: LoadedModel, batch: Batch) -> FollowerParts:
-        disk = disk_tier_of(loaded, self._node.name, self._nodes, self._scheduling, self._timing)
-        return FollowerParts(disk, batch, loaded.model_id)
-
-    def _note_progress(self, what: str, fraction: float | None) -> None:
-        self._state = StageState(what, fraction)
+    def _note(self, state: StageState) -> None:
+        self._state = state

@@ -39,7 +39,7 @@ from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
 from ..kv.paged_cache import Reads
 from ..loading import few_rows_check, joined
 from ..loading.decode_ways import fastest
-from ..loading.model_id import computing, files_of, order_of_weights, refuse_elsewhere
+from ..loading.model_id import computing, files_of, order_of_weights, products_id, refuse_elsewhere
 from ..loading.models import pick_dtype
 from ..loading.prepare import prepare_weights
 from ..loading.quirks import with_windows
@@ -248,13 +248,15 @@ def load_part(
     context = min(context, context_tokens_max or context)
     multiplied, way = kept, DEQUANTIZED
     if on_gpu() or gpu_kernels.is_available():
-        # As for a model that is not divided. Each process tests its part alone.
-        progress(f"testing how {part.words} of {source} are computed best", None)
-        found = Findings(trials, identity(kept).model_id)
-        if joined.join(opened.language, model, found):
+        # As for a model that is not divided. Each process tests its part alone, all at the same time.
+        whose = f"{part.words} of {source}"
+        progress(f"testing how products of {whose} are joined", None)
+        if joined.join(opened.language, model, Findings(trials, identity(kept).model_id)):
             multiplied = f"{kept}, joined"
-        few_rows_check.install(opened.language, found)
+        progress(f"testing how {whose} multiply few rows", None)
+        few_rows_check.install(opened.language, Findings(trials, products_id(kept)))
         if installed and spec.policy is not None:
+            progress(f"testing how {whose} read their KV", None)
             known = Findings(trials, identity(multiplied).model_id)
             way = replace(fastest(model, spec, context, known, whole=False), drafts=False)
     loaded = LoadedModel(

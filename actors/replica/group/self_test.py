@@ -17,6 +17,7 @@ from ..proving.findings import Findings
 from ..selftest import pictures
 from ..selftest.forced_sequences import ForcedSequences
 from ..selftest.self_test import Proven, reused, sequences_of
+from .served_alone import ServedAlone
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,13 @@ class GroupVerdict:
 
 
 def prove_group(
-    loaded: LoadedModel, followers: Followers, layers: str, model: Model, progress: Progress, known: Path | None
+    loaded: LoadedModel,
+    followers: Followers,
+    layers: str,
+    model: Model,
+    progress: Progress,
+    known: Path | None,
+    served: ServedAlone | None = None,
 ) -> Proven:
     """Tests a divided model, or takes what an earlier self-test found.
 
@@ -45,6 +52,7 @@ def prove_group(
         loaded: the leader's stage.
         layers: how the layers are divided, for the findings.
         known: the file that keeps findings; None for no file.
+        served: serves the model once it is known to compute one sequence alone; None for not before the test has ended.
 
     Raises:
         ModelLoadError: it computes something wrong with one sequence alone.
@@ -61,7 +69,7 @@ def prove_group(
         verdict = GroupVerdict(**found)
     else:
         progress(f"testing {model.source}", None)
-        verdict = _tested(loaded, followers)
+        verdict = _tested(loaded, followers, served)
         findings.note(what, _VERSION, asdict(verdict))
     if verdict.alone:
         raise ModelLoadError(f"{model.source} cannot be served: if a prompt is computed in chunks, {verdict.alone}")
@@ -80,14 +88,18 @@ def prove_group(
     return Proven(loaded, not verdict.together, notes)
 
 
-def _tested(loaded: LoadedModel, followers: Followers) -> GroupVerdict:
+def _tested(loaded: LoadedModel, followers: Followers, served: ServedAlone | None) -> GroupVerdict:
     sequences = sequences_of(loaded)
     if not sequences:
         return GroupVerdict()
-    test = ForcedSequences(loaded, sequences, followers=followers)
+    between = None if served is None else served.serve
+    test = ForcedSequences(loaded, sequences, followers=followers, between=between)
     alone, wrong = test.cold(loaded)
     if wrong:
         return GroupVerdict(alone=wrong)
+    # Pictures are not tested yet, and a model that sees need not be what it is without them.
+    if served is not None and loaded.vision is None:
+        served.offer(loaded)
     again = test.again(loaded, reused(sequences)) if loaded.spec.reusable else ""
     together = test.batched(loaded, alone)
     if loaded.vision is None:

@@ -35,6 +35,7 @@ from .link.ending import end_soon
 from .loading import load_planned
 from .parts import GroupDisk
 from .self_test import prove_group
+from .served_alone import ServedAlone
 from .tensor.member import joining_of
 
 logger = logging.getLogger(__name__)
@@ -57,10 +58,14 @@ class GroupServing(Serving):
 
     Args:
         plan: the stages; the last one is this process's.
+        followers: those that were started already; None starts them.
     """
 
-    def __init__(self, *given: Any, plan: GroupPlan, logs: Logs, traces: Traces) -> None:
+    def __init__(
+        self, *given: Any, plan: GroupPlan, logs: Logs, traces: Traces, followers: Followers | None = None
+    ) -> None:
         super().__init__(*given)
+        self._begun = followers
         self._plan, self._logs, self._traces = plan, logs, traces
         self._states: Sequence[StageState] = ()
         self._member: Member | None = None
@@ -80,10 +85,13 @@ class GroupServing(Serving):
         except GroupBroken as error:
             logger.error("the group of %s broke: %s", self._name, error)
             os._exit(1)
+        if self._begun is not None:
+            # The model is refused.
+            self._begun.end()
 
     def _ready(self, memory: ReplicaMemory) -> tuple[Proven, int]:
         """Loads the last stage while the followers load theirs, forms the group, and runs its self-test."""
-        followers = Followers(
+        followers = self._begun or Followers(
             self._name,
             self._plan,
             self._model,
@@ -120,8 +128,17 @@ class GroupServing(Serving):
         shared = f", {len(self._plan.stages)} equal shares" if self._plan.shared else ""
         layers = "; ".join(f"{stage.start} to {stage.stop}" for stage in self._plan.stages) + shared
         known = default_home().trials_file
-        proven = prove_group(loaded, self._followers, layers, self._model, self._shell.note_progress, known)
-        notes = [f"its layers are divided: {self._plan.describe()}", *proven.notes]
+        divided = f"its layers are divided: {self._plan.describe()}"
+
+        def begin(alone: LoadedModel) -> Engine:
+            return self.begin(Proven(alone, together=False, notes=[divided]), memory, self._bearable(own))
+
+        served = ServedAlone(self._model.plain_after_s or 0.0, begin, lambda: os._exit(1))
+        progress = self._shell.note_progress
+        proven = prove_group(
+            loaded, self._followers, layers, self._model, progress, known, served if self._may_be_plain else None
+        )
+        notes = [divided, *proven.notes]
         return Proven(proven.loaded, proven.together, notes), self._bearable(own)
 
     def _form(self, loaded: LoadedModel, followers: Followers) -> None:

@@ -398,14 +398,19 @@ def takes(layer: Any, x: mx.array) -> bool:
 
 def by_kernel(layer: Any, rows_most: int, rows_least: int = ROWS_LEAST) -> Any:
     """Returns a quantized layer as one that multiplies `rows_least` to `rows_most` rows with the kernel."""
-    made = recast(copy.copy(layer), _FORMS[type(layer)])
+    made = recast(copy.copy(layer), _form(layer) or type(layer))
     made.rows_most, made.rows_least = rows_most, rows_least
     return made
 
 
+def _form(layer: Any) -> type[Any] | None:
+    """Returns the class of a layer that uses the kernel; None for other layers."""
+    return type(layer) if isinstance(layer, FewRowsLinear | FewRowsEmbedding) else _FORMS.get(type(layer))
+
+
 def fits(layer: Any) -> bool:
     """Whether the kernel can read a layer's weights."""
-    if type(layer) not in _FORMS or layer.mode != "affine" or layer.bits != _BITS:
+    if _form(layer) is None or layer.mode != "affine" or layer.bits != _BITS:
         return False
     outputs, words = layer.weight.shape
     of_16_bits = layer.scales.dtype in KINDS and layer.get("bias", layer.scales).dtype == layer.scales.dtype

@@ -44,10 +44,10 @@ _WHAT, _VERSION = "few_rows", 3
 
 def install(model: nn.Module, findings: Findings = NOWHERE, pieces: Pieces = IN_ONE_PIECE) -> int:
     """Lets a model's quantized layers multiply few rows with the kernel, if it is right and not slower. The first layer
-    of every shape is tested, if no earlier load did. Failed tests are logged.
+    of every shape is tested, if no earlier load did, of this or of another model. Failed tests are logged.
 
     Args:
-        findings: of this model, for any KV policy.
+        findings: of products (`products_id`).
         pieces: a piece ends after each shape.
 
     Returns:
@@ -68,7 +68,7 @@ def install(model: nn.Module, findings: Findings = NOWHERE, pieces: Pieces = IN_
             continue
         product = modules.get(_whole(name).rpartition(".")[0])
         widths: tuple[int, ...] = getattr(product, "widths", (layer.weight.shape[0],))
-        found.append((name, layer, widths, str((*layer.weight.shape, layer.group_size, "bias" in layer, widths))))
+        found.append((name, layer, widths, _shape_of(layer, widths)))
         if found[-1][-1] not in bounds:
             prepare_products(layer, widths)
     for name, layer, widths, shape in found:
@@ -86,6 +86,12 @@ def install(model: nn.Module, findings: Findings = NOWHERE, pieces: Pieces = IN_
 def _whole(name: str) -> str:
     """Returns the name of a layer that may have both forms (`prepare.py`), of which this one is its `stored`."""
     return name.removesuffix(".stored")
+
+
+def _shape_of(layer: Any, widths: Sequence[int]) -> str:
+    """Returns all of a layer that a test depends on; `widths` as for `_bounds`."""
+    kind = str(layer.scales.dtype).removeprefix("mlx.core.")
+    return str((*layer.weight.shape, layer.group_size, "bias" in layer, widths, kind))
 
 
 def _product(layer: Any) -> Callable[[mx.array], mx.array]:

@@ -23,13 +23,14 @@ from ...model_files.source import first_sentence
 from ...patches import Change
 from ..device.device import multiplies_exactly
 from ..kernels import few_rows
+from ..kernels.many_rows import StoredLinear
 from ..proving.agreement import MODEL_ERRORS, Logits, agree, try_change
 from ..proving.findings import NOWHERE, Findings
 from .prepare import LinearByRows
 
 logger = logging.getLogger(__name__)
 
-KINDS = (nn.Linear, nn.QuantizedLinear, LinearByRows)
+KINDS = (nn.Linear, nn.QuantizedLinear, StoredLinear, LinearByRows)
 """Kinds of layers that are joined. Other kinds, such as one with an adapter, may do more than multiply."""
 
 LAST_BITS = 4

@@ -15,7 +15,7 @@ name, mlx-lm takes the one that the folder lists last, so then the order is incl
 
     dtype       asked for, or the weights' own: those may be mixed, and the logits' dtype does not tell the layers'
     weights     quantized weights multiplied as stored, dequantized or both, and joined or not: each adds in its own
-                order
+                order. On CUDA stored weights are dequantized for products of many rows (`kernels/many_rows.py`)
     kv          policy and format of sealed blocks, which later tokens attend to
     numerics    with `fast` a decode step may multiply codes directly, CUDA may multiply few rows by a kernel if
                 that is faster, and a GPU may encode pictures together. A `reproducible` replica promises bits, so it
@@ -51,6 +51,7 @@ from ....cluster.environment import mlx_rounding
 from ....cluster.errors import ModelLoadError
 from ...model_files.source import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, WEIGHTS, named_by_index
 from ...model_files.weights import WeightFile
+from ...protocol.block_ids import digest
 from ..device import blas
 from ..device.device import device_kind, device_name, has_tensor_units, multiplies_exactly
 from ..proving.findings import version_of as version
@@ -104,13 +105,27 @@ def computing(*, dtype: str, weights: str, kv: str, numerics: str, seeing: bool)
     libraries = ["mlx", "mlx-lm", *(["mlx-vlm", "transformers", "pillow"] if seeing else [])]
     return {
         "dtype": dtype,
-        "weights": weights,
+        "weights": f"{weights}, dequantized for many rows" if _dequantizes(kind, weights) else weights,
         "kv": kv,
         "numerics": numerics,
         "device": f"{kind}, {name}" if numerics == "reproducible" else kind,
         **_products(kind, dtype, numerics),
         **{library: version(library) for library in libraries},
     }
+
+
+def products_id(weights: str) -> bytes:
+    """Returns an id of what tests of single products depend on, besides the product's own shape and types: of no model,
+    so that models and parts of models with equal shapes share what was found.
+
+    Args:
+        weights: as for `computing`.
+    """
+    return digest(b"satchel.products", weights.encode(), version("mlx").encode())
+
+
+def _dequantizes(kind: str, weights: str) -> bool:
+    return kind == "cuda" and weights.partition(",")[0] == "stored"
 
 
 def _products(kind: str, dtype: str, numerics: str) -> dict[str, str]:

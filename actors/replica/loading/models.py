@@ -51,7 +51,7 @@ from . import adapters as by_request
 from . import decode_ways, few_rows_check, joined, kv_choice
 from .adapters import AdapterFiles
 from .kv_choice import AUTO
-from .model_id import computing, files_of, order_of_weights, refuse_elsewhere
+from .model_id import computing, files_of, order_of_weights, products_id, refuse_elsewhere
 from .prepare import prepare_weights
 from .quirks import FlatCaches, fit_masks, masks_are_known, shares_kv, with_windows
 from .warm_up import meet_usual
@@ -156,7 +156,8 @@ def load(
     findings = Findings(trials, ModelIdentity(files, _computing(how, running, _ANY_KV)).model_id)
     served(plain, masks_are_known(findings))
     progress(f"testing how {source} is computed best", None)
-    running = _faster(how, running, findings, pieces)
+    products = Findings(trials, products_id(running.kept))
+    running = _faster(how, running, findings, products, pieces)
     fit_masks(running.language, running.model, findings, pieces)
     spec, way, kv_why = _keeping(how, running, context.tokens, files, trials, findings, pieces)
     identity = ModelIdentity(files=files, computing=_computing(how, running, _format(spec)))
@@ -406,13 +407,13 @@ def _start(how: _How, *, seeing: bool) -> _Running:
     return _Running(seeing, whole, config, called, model, language, kept, 0, logits, caches)
 
 
-def _faster(how: _How, running: _Running, findings: Findings, pieces: Pieces) -> _Running:
+def _faster(how: _How, running: _Running, findings: Findings, of_products: Findings, pieces: Pieces) -> _Running:
     """Returns a model that multiplies in the fastest way on this device."""
     # On a CPU the number of products does not matter.
     products = joined.join(running.language, running.model, findings) if on_gpu() else 0
     pieces.pause()
     if how.numerics == "fast":
-        few_rows_check.install(running.language, findings, pieces)
+        few_rows_check.install(running.language, of_products, pieces)
     return replace(running, products=products)
 
 

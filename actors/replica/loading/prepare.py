@@ -8,7 +8,8 @@ bits, groups of 64), first with the weights as stored, then dequantized:
     its prefill of 2,048 tokens, H200                      28.8 ms and 17.6 ms
     1,024 x 1,024 for 4 rows, float32, a CPU               3.7 ms and 1.4 ms; with OpenBLAS 0.8 ms
 
-So on CUDA both forms are kept, and each product uses the faster one. On Metal weights stay as stored: its quantized
+So on CUDA both forms are kept, and each product uses the faster one. If memory is too scarce for both, products of many
+rows dequantize the weights that they need (`kernels/many_rows.py`). On Metal weights stay as stored: its quantized
 kernels are well tuned, and memory is scarce.
 """
 
@@ -24,7 +25,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ...patches import recast
 from ..device import blas
 from ..device.device import device_bytes, on_gpu
-from ..kernels import few_rows
+from ..kernels import few_rows, many_rows
 
 DEQUANTIZED_FRACTION = 0.25
 """The share of the device's memory that `auto` allows for dequantized weights."""
@@ -63,6 +64,8 @@ def prepare_weights(
     if weights != "stored":
         make = _both if weights == "both" else _dequantized
         model.update_modules(tree_unflatten([(name, make(module)) for name, module in quantized.items()]))
+    else:
+        many_rows.install(model)
     if not on_gpu():
         model.apply(_column_major, _is_transposed_in_use)
         _add_biases_last(model)
@@ -108,8 +111,10 @@ class _EmbeddingByRows(nn.Embedding):
 
 
 def _is_stored(x: mx.array, layer: Any) -> bool:
-    """Whether `x` `(..., inputs)` times a layer's weights `(outputs, inputs)` transposed is faster with stored ones."""
-    return x.size * layer.weight.shape[0] <= STORED_PRODUCTS_MAX or few_rows.takes(layer.stored, x)
+    """Whether `x` `(..., inputs)` times a layer's weights `(outputs, inputs)` transposed is faster with stored ones.
+    For more rows MLX would have to compile a kernel first, see `many_rows.py`."""
+    is_small = x.size * layer.weight.shape[0] <= STORED_PRODUCTS_MAX
+    return (is_small and x.size // x.shape[-1] < many_rows.ROWS_LEAST) or few_rows.takes(layer.stored, x)
 
 
 def _dequantized(module: Any, linear: type[nn.Linear] = nn.Linear, embedding: type[nn.Embedding] = nn.Embedding) -> Any:

@@ -14,32 +14,29 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
 import mlx.core as mx
-import psutil
 
 from ....cluster.config.config import Scheduling
 from ....cluster.config.nodes import Node
 from ....cluster.errors import NoRoom
 from ...model_files.source import read_json
 from ...protocol.block_ids import BLOCK_TOKENS
-from ..device.device import device_bytes, device_kind, on_cuda
+from ..device.device import device_bytes, on_cuda
 from ..device.wired import Wired
 from ..execution.loaded_model import LoadedModel
 from ..kv.caches import ModelCacheSpec
 from .budget import MemoryClaim, claimable_bytes, has_room, share_bytes, workspace_bytes
+from .claims import CLAIM_BYTES, Claim, node_bytes, read_claim
 from .room import limits_of
 
 logger = logging.getLogger(__name__)
 
-PARTS, LEAST_PART = {"cpu": 1 / 2, "metal": 9 / 10, "cuda": 15 / 16}, 1 / 16
-"""The share that a node's replicas use, by kind of device: of a machine's memory on a CPU, of Metal's recommended
-working set, and of a card's free memory on CUDA, where the rest is for kernels and graphs. Above 95% of Metal's working
-set MLX releases its cached buffers at every allocation, so the share is lower than that. The second is the least that a
-replica gets of either if the config names no figure."""
+LEAST_PART = 1 / 16
+"""The least part of the device's memory that a replica gets if the config names no figure."""
 
 POLL_S = 1.0
 
@@ -49,17 +46,9 @@ YIELD_S = 10.0
 ENDING_S = 2.0
 """How long loading waits for the processes of other replicas to end, which may have been unloaded to make room."""
 
-CLAIM_BYTES = 256
 POOL_ARRAY_PART = 2 / 3
 """The largest array of a layer has at most this share of the layer's bytes: 8-bit codes of keys beside 4-bit codes of
 values."""
-
-
-@dataclass(frozen=True)
-class _Noted(MemoryClaim):
-    """A claim as its file has it, with what the device could give when the replica started."""
-
-    device: int = 0
 
 
 class ReplicaMemory:
@@ -92,7 +81,7 @@ class ReplicaMemory:
         self._sequences_bytes = scheduling.kv_bytes_max if node.kv_bytes_max is None else node.kv_bytes_max
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path = folder / f"{replica}-{os.getpid()}.claim"
-        self._own = _Noted(0, 0, kv, max([node_bytes(), *(other.device for other in self._others())]))
+        self._own = Claim(0, 0, kv, max([node_bytes(), *(other.device for other in self._others())]))
         # The file gets its name once it is locked: other replicas remove claims that are not locked.
         started = self._path.with_suffix(".new")
         self._file = os.open(started, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -267,61 +256,17 @@ class ReplicaMemory:
     def _write(self) -> None:
         os.pwrite(self._file, json.dumps(asdict(self._own)).encode().ljust(CLAIM_BYTES), 0)
 
-    def _others(self) -> list[_Noted]:
+    def _others(self) -> list[Claim]:
         """Returns the claims of the other live replicas."""
         found = []
         for path in self._folder.glob("*.claim"):
-            if path != self._path and (claim := _read_claim(path)) is not None:
+            if path != self._path and (claim := read_claim(path)) is not None:
                 found.append(claim)
         return found
 
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.0f} MiB"
-
-
-def _read_claim(path: Path) -> _Noted | None:
-    """Returns a claim; None if its replica has ended."""
-    try:
-        with path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return _Noted(**json.loads(file.read(CLAIM_BYTES)))
-            path.unlink(missing_ok=True)
-    except (OSError, ValueError, TypeError) as error:
-        if not isinstance(error, FileNotFoundError):
-            logger.warning("%s cannot be read: %s", path, error)
-    return None
-
-
-def unclaimed_bytes(folder: Path, node: Node, scheduling: Scheduling) -> int:
-    """Returns what a further model and its KV may use on a node, in bytes: what the config or the device allows,
-    without what other replicas need for their models.
-
-    Args:
-        folder: as for `ReplicaMemory`.
-    """
-    claims = [claim for path in folder.glob("*.claim") if (claim := _read_claim(path)) is not None]
-    most = scheduling.memory_bytes_max if node.memory_bytes_max is None else node.memory_bytes_max
-    if most is None:
-        most = max([node_bytes(), *(claim.device for claim in claims)])
-    return max(0, most - sum(claim.weights + claim.workspace for claim in claims))
-
-
-def node_bytes() -> int:
-    """Returns the bytes that the device can give the replicas of a node, if none of them runs yet."""
-    kind, whole = device_kind(), psutil.virtual_memory().total
-    if kind == "metal":
-        whole = int(mx.device_info().get("max_recommended_working_set_size", device_bytes()))
-    elif kind == "cuda":
-        whole = device_bytes(free=True)
-    return usable_bytes(kind, whole)
-
-
-def usable_bytes(kind: str, whole: int) -> int:
-    """Returns how many of a device's bytes replicas use; `kind` as `device_kind` returns it."""
-    return int(whole * PARTS[kind])
 
 
 def workspace_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -213,6 +213,8 @@ class Scene:
     Args:
         pieces: the engine ends a piece after each step, and within a step after each layer of a prompt.
         followers: as for `Engine`.
+        between: called before each run, while none of its sequences is computed; it may compute others with the same
+            followers.
 
     Attributes:
         noted: the logits of its sequences.
@@ -225,9 +227,10 @@ class Scene:
         sequences: Sequence[ForcedSequence],
         pieces: Pieces = IN_ONE_PIECE,
         followers: Followers | None = None,
+        between: Callable[[], object] | None = None,
     ) -> None:
         self.noted: Logits = {}
-        self._pieces = pieces
+        self._pieces, self._between = pieces, between
         self._ends: dict[str, str] = {}
         self._heard: list[BaseException] = []
         self._sequences = sequences
@@ -248,10 +251,14 @@ class Scene:
         return self
 
     def _pause(self) -> None:
-        """Ends a piece. Exceptions that are logged while requests are served are not noted."""
+        """Ends a piece."""
+        self._unheard(self._pieces.pause)
+
+    def _unheard(self, serve: Callable[[], object]) -> None:
+        """Serves requests. Exceptions that are logged meanwhile are not noted."""
         self._listening.__exit__(None, None, None)
         try:
-            self._pieces.pause()
+            serve()
         finally:
             self._listening = _listening(self._heard)
             self._listening.__enter__()
@@ -281,6 +288,10 @@ class Scene:
         Args:
             more: how many tokens after a sequence's prompt are also in the request's prompt.
         """
+        if self._between is not None:
+            self._unheard(self._between)
+            # All processes begin it alike.
+            self._engine.executor.clear_batch()
         self._runs += 1
         waiting = list(later)
         for sequence in sequences:
@@ -334,8 +345,9 @@ class ForcedSequences:
         sequences: Sequence[ForcedSequence],
         pieces: Pieces = IN_ONE_PIECE,
         followers: Followers | None = None,
+        between: Callable[[], object] | None = None,
     ) -> None:
-        self.sequences, self._pieces, self._followers = sequences, pieces, followers
+        self.sequences, self._pieces, self._followers, self._between = sequences, pieces, followers, between
         self._allowed = rounding(loaded)
 
     def difference(self, expected: Logits, got: Logits) -> str:
@@ -381,7 +393,7 @@ class ForcedSequences:
             return scene.failure or self.difference(anew.noted, scene.noted)
 
     def _scene(self, loaded: LoadedModel) -> Scene:
-        return Scene(loaded, self.sequences, self._pieces, self._followers)
+        return Scene(loaded, self.sequences, self._pieces, self._followers, self._between)
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def estimated(model: str, kv: KV = KV.auto) -> ModelEstimate:
 
 def here() -> int:
     """Returns the bytes that this machine's replicas may use, if none runs."""
-    from ....actors.replica.memory.replica_memory import node_bytes
+    from ....actors.replica.memory.claims import node_bytes
 
     return node_bytes()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import mlx.core as mx
 import pytest
 
 from satchel.actors.model_files.source import EMBEDDED
-from satchel.actors.planner.planning import divided, stages_of
+from satchel.actors.planner.planning import Divider, divided, stages_of
+from satchel.actors.replica.group.division import needs
 from satchel.actors.replica.group.division.needs import Headers, read_headers
-from satchel.actors.replica.memory.replica_memory import unclaimed_bytes
+from satchel.actors.replica.memory.claims import unclaimed_bytes
 from satchel.cluster.config.config import Model, Scheduling, parse_model
 from satchel.cluster.config.nodes import Node
 from satchel.cluster.config.stages import Split
@@ -115,3 +118,32 @@ def test_what_other_replicas_claim_is_not_free(tmp_path: Path):
         os.close(held)
     # Its process has ended.
     assert unclaimed_bytes(tmp_path, node, scheduling) == 100
+
+
+def test_headers_are_read_before_the_nodes_are_known_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, read = write_model(tmp_path / "model", "qwen3", num_hidden_layers=4), list[Path]()
+    monkeypatch.setattr(needs, "read_headers", lambda model, path: read.append(path) or read_headers(model, path))
+    divider = Divider(model_of(str(folder)), Scheduling())
+    divider.read()
+    assert read == [folder]
+    memory = {"one": 2**30, "two": 2**30}
+    assert divider.stages(memory) == divider.stages(memory) == stages_of(model_of(str(folder)), memory, Scheduling())
+    # The last one is of `stages_of`.
+    assert len(read) == 2
+
+
+def test_headers_that_cannot_be_read_ahead_are_read_when_they_are_needed(tmp_path: Path):
+    divider = Divider(model_of(str(tmp_path / "model")), Scheduling())
+    divider.read()
+    with pytest.raises(ModelLoadError):
+        divider.stages({"one": 2**30})
+    write_model(tmp_path / "model", "qwen3", num_hidden_layers=4)
+    assert [stage.stop for stage in divider.stages({"one": 2**30})] == [4]
+
+
+def test_a_node_is_asked_for_its_memory_without_the_libraries_of_models():
+    """Each node does that in a new process, and the model waits for it."""
+    code = "import sys; import satchel.actors.replica.memory.claims; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "mlx.core" in loaded
+    assert not {"mlx_lm", "mlx_vlm", "transformers"}.intersection(loaded)

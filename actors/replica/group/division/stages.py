@@ -63,6 +63,7 @@ class Stage:
         self.model, self._called, self.width = chain.model, chain.called, chain.width
         self.start, self.stop, self.count, self.last = start, stop, count, stop == count
         self._passing = _Passing()
+        self._drawn: mx.array | None = None
         empty = make_prompt_cache(self._called)
         kinds = [_kind(cache) for cache in empty]
         self.joins = all(len(layer) == 1 for layer in chain.caches) and not any(
@@ -119,7 +120,16 @@ class Stage:
         return taken
 
     def _made_up(self, tokens: mx.array) -> mx.array:
-        return mx.random.normal((MADE_UP, self.width), key=mx.random.key(0))[tokens % MADE_UP]
+        dtype = self._passing.dtype
+        if dtype is None:
+            # It is the first stage, which has its own, or nothing is computed yet.
+            return mx.zeros((*tokens.shape, self.width))
+        if self._drawn is None or self._drawn.dtype != dtype:
+            # Drawn once, in the model's own dtype: a GPU would have to compile kernels for drawing them in a recorded
+            # step, and for taking them in another dtype than those of an embedding.
+            self._drawn = mx.random.normal((MADE_UP, self.width), key=mx.random.key(0)).astype(dtype)
+            mx.eval(self._drawn)
+        return self._drawn[tokens % MADE_UP]
 
     def make_cache(self) -> list[Any]:
         """Returns empty caches of one sequence for the stage's layers."""
@@ -169,10 +179,12 @@ class _CacheElsewhere:
 
 @dataclass
 class _Passing:
-    """What passes a stage's ends in a call: the hidden states that it is given, and those that are taken from it."""
+    """What passes a stage's ends in a call: the hidden states that it is given, and those that are taken from it.
+    `dtype` is that in which its first layer gets them, None before the first call and for the first stage."""
 
     given: mx.array | None = None
     taken: mx.array | None = None
+    dtype: mx.Dtype | None = None
 
 
 @dataclass
@@ -252,6 +264,7 @@ class _Entrance(_Passed):
 
     def _pass_on(self, x: mx.array, others: list[Any]) -> mx.array:
         assert self._passing.given is not None, "the layer before the stage was called twice"
+        self._passing.dtype = x.dtype
         return self._passing.given.astype(x.dtype)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -74,3 +76,20 @@ def test_what_is_no_stage_or_cannot_be_divided_is_refused_in_one_sentence(tmp_pa
     folder = write_model(tmp_path / "model", "llama")
     with pytest.raises(ModelLoadError, match="layers 1 to 3 are no stage of 2 layers"):
         load_stage(str(folder), 1, 3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_made_up_hidden_states_are_drawn_once_in_the_models_dtype(tmp_path: Path, dtype: str):
+    """So a recorded step has no operations that only tests need, for which a GPU would compile kernels."""
+    folder = write_model(tmp_path / "model", "qwen3", num_hidden_layers=LAYERS)
+    stage = load_stage(str(folder), 2, LAYERS, dtype=dtype).model.stage
+    tokens = mx.array([[3, 1, 3]], mx.uint32)
+    told = io.StringIO()
+    mx.export_to_dot(told, stage(tokens, make_prompt_cache(stage)))
+    assert "Gather" in told.getvalue()
+    assert not re.search("Random|ErfInv", told.getvalue())
+    made_up = stage._made_up(tokens)
+    assert made_up.dtype == getattr(mx, dtype) and made_up.shape == (1, 3, stage.width)
+    one, other, again = made_up[0]
+    assert mx.array_equal(one, again) and not mx.allclose(one, other)
+    assert 0.5 < made_up.astype(mx.float32).std().item() < 2.0

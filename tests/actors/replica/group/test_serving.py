@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -168,7 +170,7 @@ def test_a_leader_whose_group_cannot_be_formed_is_started_again(where: str, monk
 @pytest.mark.parametrize("fault", [False, True])
 def test_a_leader_that_cannot_serve_ends_its_group_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: bool
-):
+) -> None:
     """So its process stays, and can say why; and the follower with the least room limits its budget."""
     folder = write_model(tmp_path / "llama", "llama", num_hidden_layers=3)
     listens = listener()
@@ -205,6 +207,14 @@ def test_a_leader_that_cannot_serve_ends_its_group_in_order(
             raise ModelLoadError("it computes something else")
 
         monkeypatch.setattr(serving, "prove_group", wrong)
+    else:
+
+        def proven_meanwhile(loaded: Any, *given: Any) -> Any:
+            given[-1].offer(loaded)
+            given[-1].serve()
+            return prove_group(loaded, *given)
+
+        monkeypatch.setattr(serving, "prove_group", proven_meanwhile)
 
     def follow() -> None:
         assert formed.wait(60)
@@ -223,6 +233,13 @@ def test_a_leader_that_cannot_serve_ends_its_group_in_order(
     leader = serving.GroupServing(
         "m-0", model, Scheduling(), Node(name="b"), USUAL, shell, plan=plan, logs=Logs(), traces=Traces()
     )
+    served: list[Any] = []
+    engine = SimpleNamespace(
+        executor=SimpleNamespace(clear_batch=lambda: None),
+        delivery=SimpleNamespace(sequences={}),
+        serve=lambda: served.append("served"),
+    )
+    monkeypatch.setattr(leader, "begin", lambda *given: served.append(given) or engine)
     with on_a_thread(follow) as done:
         if fault:
             with pytest.raises(ModelLoadError, match="something else"):
@@ -233,8 +250,41 @@ def test_a_leader_that_cannot_serve_ends_its_group_in_order(
             leader._member.close()
             assert memory_bytes == leaders_bytes(proven.loaded.spec, StageState("", token_bytes=2), 1000)
             assert "its layers are divided: layers 0 to 2 on a, 2 to 3 on b" in proven.notes
+            # Before that one sequence at a time, whose KV is not used again, within the same budget.
+            (alone, _, alone_bytes), end = served
+            assert end == "served" and not alone.together and not alone.loaded.spec.reusable
+            assert proven.loaded.spec.reusable and alone_bytes == memory_bytes
     assert done.exception() is None and not broken and ended == (["killed"] if fault else [])
     assert [*watched] == ["group"]
+
+
+def test_followers_that_were_started_already_end_with_a_refused_model(monkeypatch: pytest.MonkeyPatch):
+    """They start before the leader's libraries are imported, which may be long before it fails."""
+    ended, refused = [], []
+
+    class Begun:
+        def end(self) -> None:
+            ended.append(1)
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise ModelLoadError("its folder is gone")
+
+    monkeypatch.setattr(serving, "Followers", lambda *_: pytest.fail("they are started a second time"))
+    monkeypatch.setattr("satchel.actors.replica.serving.ReplicaMemory", missing)
+    plan = GroupPlan((Stage("a", 0, 2, 9), Stage("b", 2, 3, 9)), (Node(name="a"), Node(name="b")))
+    model = parse_model(name="m", source="/nowhere", split={"pipeline": "auto"})
+    shell: Any = SimpleNamespace(note_progress=lambda what, done: None, refuse=refused.append, engine=None)
+    given = "m-0", model, Scheduling(), Node(name="b"), USUAL, shell
+    begun: Any = Begun()
+    serving.GroupServing(*given, plan=plan, logs=Logs(), traces=Traces(), followers=begun).run()
+    assert ended == [1] and [error.message for error in refused] == ["its folder is gone"]
+
+
+def test_a_leader_starts_followers_without_the_libraries_of_models():
+    code = "import sys; import satchel.actors.replica.group.followers; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "ray" in loaded
+    assert not {"mlx.core", "mlx_lm", "mlx_vlm", "transformers"}.intersection(loaded)
 
 
 @pytest.mark.parametrize("asked, called", [(math.inf, True), (0.0, False)])

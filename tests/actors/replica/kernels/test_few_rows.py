@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,8 @@ from mlx_lm.models.activations import swiglu
 from satchel.actors.replica.device.device import on_cuda
 from satchel.actors.replica.kernels import few_rows
 from satchel.actors.replica.loading import few_rows_check, joined, prepare
+from satchel.actors.replica.loading.model_id import products_id
+from satchel.actors.replica.proving.findings import Findings
 from tests.worlds.kernels import cuda_on_cpu, emulator
 
 ROUNDING = {mx.bfloat16: 2**-8, mx.float16: 2**-11}
@@ -306,3 +309,18 @@ def test_a_kernel_that_is_wrong_here_is_not_used_and_why_is_logged(
 def test_without_cuda_nothing_is_tried(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(few_rows_check, "on_cuda", lambda: False)
     assert few_rows_check.install(Tiny()) == 0
+
+
+def test_what_is_found_of_a_shape_holds_for_every_model(device: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Parts of a divided model have layers of equal shapes. Another form of the weights is something else."""
+    tried, bounds = [], few_rows_check._bounds
+    monkeypatch.setattr(few_rows_check, "_bounds", lambda *given: tried.append(1) or bounds(*given))
+
+    def found(weights: str) -> Findings:
+        return Findings(tmp_path / "trials.json", products_id(weights))
+
+    assert few_rows_check.install(Tiny(), found("both")) == 4
+    shapes = len(tried)
+    assert few_rows_check.install(Tiny(), found("both")) == 4 and len(tried) == shapes
+    few_rows_check.install(Tiny(), found("stored"))
+    assert len(tried) == 2 * shapes

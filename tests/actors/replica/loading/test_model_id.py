@@ -272,3 +272,14 @@ def test_code_and_weights_from_elsewhere_are_refused_before_they_are_read(folder
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     with pytest.raises(ModelLoadError, match=r"not run|not supported"):
         load(folder)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("cuda", True), ("metal", False), ("cpu", False)])
+def test_stored_weights_are_named_as_they_are_multiplied(kind: str, changes: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model_id, "device_kind", lambda: kind)
+    named = {
+        weights: model_id.computing(dtype="bfloat16", weights=weights, kv="q4.1", numerics="fast", seeing=False)
+        for weights in ("stored", "stored, joined", "both")
+    }
+    for weights, how in named.items():
+        assert (how["weights"] != weights) == (changes and weights != "both")

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from satchel.actors.replica.memory import replica_memory
+from satchel.actors.replica.memory import claims, replica_memory
 from satchel.actors.replica.memory.replica_memory import ReplicaMemory
 from satchel.cluster.config.config import Scheduling
 from satchel.cluster.config.nodes import Node
@@ -65,7 +65,7 @@ def test_one_without_kv_has_what_it_claims_and_may_claim_more_before_it_grows(
 def test_a_claim_of_an_earlier_version_is_one_with_kv(tmp_path: Path) -> None:
     first, other = replica(tmp_path, "m-0"), replica(tmp_path, "n-0")
     written = b'{"weights": 1073741824, "workspace": 0, "device": 0}'
-    os.pwrite(other._file, written.ljust(replica_memory.CLAIM_BYTES), 0)
+    os.pwrite(other._file, written.ljust(claims.CLAIM_BYTES), 0)
     assert first.share_bytes() == (8 - 1) * GIB // 2
 
 
@@ -105,11 +105,11 @@ def test_without_a_figure_the_device_says_and_a_later_replica_believes_the_first
 
 def test_on_metal_the_plan_stays_below_where_mlx_gives_its_buffers_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """That is 95% of the working set, with the buffers that are kept for later."""
-    monkeypatch.setattr(replica_memory, "device_kind", lambda: "metal")
+    monkeypatch.setattr(claims, "device_kind", lambda: "metal")
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 100 * GIB})
-    assert 85 * GIB <= replica_memory.node_bytes() <= 92 * GIB
-    assert replica_memory.usable_bytes("cuda", 16 * GIB) == 15 * GIB
-    assert replica_memory.usable_bytes("cpu", 16 * GIB) == 8 * GIB
+    assert 85 * GIB <= claims.node_bytes() <= 92 * GIB
+    assert claims.usable_bytes("cuda", 16 * GIB) == 15 * GIB
+    assert claims.usable_bytes("cpu", 16 * GIB) == 8 * GIB
 
 
 def test_a_model_waits_until_others_have_made_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
