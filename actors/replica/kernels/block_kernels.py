@@ -56,10 +56,10 @@ _UNSEAL = """
   if (place >= 4 * used) {
     const int first = (place - 4 * used) * 64, count = C - first < 64 ? C - first : 64;
     const long from = (long)rk * C + first, to = row0 + used * 256 + first;
-    for (int i = THREAD; i < count * DK / 2; i += 256)
-      ((DEVICE Two*)(keys + to * DK))[i] = ((const DEVICE Two*)(open_keys + from * DK))[i];
-    for (int i = THREAD; i < count * DV / 2; i += 256)
-      ((DEVICE Two*)(values + to * DV))[i] = ((const DEVICE Two*)(open_values + from * DV))[i];
+    for (int i = THREAD; i < count * DK / 2 * EW; i += 256)
+      ((DEVICE unsigned int*)(keys + to * DK))[i] = ((const DEVICE unsigned int*)(open_keys + from * DK))[i];
+    for (int i = THREAD; i < count * DV / 2 * EW; i += 256)
+      ((DEVICE unsigned int*)(values + to * DV))[i] = ((const DEVICE unsigned int*)(open_values + from * DV))[i];
     return;
   }
   const int quarter = place & 3;
@@ -288,7 +288,12 @@ def unseal(
 
     Returns:
         Keys and values, (sequences, kv_heads, 256 * blocks + tokens, dim), in the dtype of `keys`.
+
+    Raises:
+        ValueError: a head has an odd number of channels.
     """
+    if keys.shape[3] % 2 or values.shape[3] % 2:
+        raise ValueError("the kernel reads two channels of a head at once")
     sequences, kv_heads, tokens, key_dim = keys.shape
     value_dim, blocks = values.shape[3], table.shape[1]
     groups = sequences * kv_heads * (4 * blocks + -(-tokens // 64))

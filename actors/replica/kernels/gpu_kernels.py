@@ -159,9 +159,17 @@ def prepare(launch: Any, template: Template, inputs: Sequence[mx.Dtype], outputs
         launch.prepare(template, inputs, outputs)
 
 
+COMPILERS_MOST = 8
+
+
+def has_nvrtc() -> bool:
+    """Whether kernels are compiled by NVRTC. Only those may have all the shared memory of the device."""
+    return mx.cuda.is_available() and _nvrtc() is not None
+
+
 @cache
 def _compilers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2), "kernels")
+    return ThreadPoolExecutor(max(1, min(COMPILERS_MOST, (os.cpu_count() or 2) // 2)), "kernels")
 
 
 class _CudaKernel:
@@ -188,11 +196,13 @@ class _CudaKernel:
     ) -> list[mx.array]:
         key = (*template, *(array.dtype for array in inputs), *output_dtypes)
         found = self._compiled.get(key)
-        if isinstance(found, Future):
-            # If it cannot be compiled, this raises why.
-            found = self._compiled[key] = found.result()
-        if found is None:
-            found = self._compiled[key] = self._compile(template, [array.dtype for array in inputs], output_dtypes)
+        if not isinstance(found, tuple):
+            # If another thread could not compile it, this raises why.
+            if isinstance(found, Future) and found.exception() is None:
+                found = found.result()
+            else:
+                found = self._compile(template, [array.dtype for array in inputs], output_dtypes)
+            self._compiled[key] = found
         name, binary = found
         return mx.fast.precompiled_cuda_kernel(
             name=name,

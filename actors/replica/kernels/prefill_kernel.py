@@ -244,11 +244,13 @@ _BODY = """
         most = MAX(most, sink);
         total = total * EXP2(top[m][h] - most) + EXP2(sink - most);
       }
-      const float factor = there ? EXP2(top[m][h] - most) / total : 0.f;
+      const float factor = EXP2(top[m][h] - most) / total;
       #pragma unroll
       for (int v = 0; v < 2 * VT; v++) {
         unsigned int both;
-        PAIR(both, o[m][v][2 * h] * factor, o[m][v][2 * h + 1] * factor);
+        // Not a product with zero, which may be NaN.
+        const float one = there ? o[m][v][2 * h] * factor : 0.f, two = there ? o[m][v][2 * h + 1] * factor : 0.f;
+        PAIR(both, one, two);
         ((unsigned int*)out)[(row * DV + 8 * v + 2 * q) / 2] = both;
       }
     }
@@ -278,12 +280,7 @@ class Chunk:
 def fits(heads: tuple[int, int], dims: tuple[int, int], dtype: mx.Dtype) -> bool:
     """Whether there is a kernel for query and KV heads, for channels of keys and of values, and for a dtype."""
     whole = all(dim % 16 == 0 and dim <= 256 for dim in dims)
-    return (
-        dtype in KINDS
-        and whole
-        and heads[0] % heads[1] == 0
-        and _bytes(dims, 64 if dims[1] > LARGE_DIM else 128) <= SHARED_BYTES_MOST
-    )
+    return dtype in KINDS and whole and heads[0] % heads[1] == 0 and _rows_most(dims, shared_bytes()) > 0
 
 
 def attend(
@@ -310,7 +307,7 @@ def attend(
     """
     sequences, heads, count, key_dim = queries.shape
     kv_heads, columns, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
-    rows, tiles = _tiling(chunk.lengths, count, value_dim)
+    rows, tiles = _tiling(chunk.lengths, count, _rows_most((key_dim, value_dim), shared_bytes()))
     own = [number for each in zip(chunk.lengths, chunk.new, chunk.first, strict=True) for number in each]
     plan = _plan(queries.dtype, key_dim, value_dim, rows, heads, heads // kv_heads, sinks is not None)
     constants = _constant(scale)
@@ -330,15 +327,33 @@ def attend(
     return out.transpose(0, 2, 1, 3)
 
 
-SHARED_BYTES_MOST = 200 * 2**10
-"""Of 227 KiB that a group may have on an H100; other devices have 99 or 163, and there large heads do not fit."""
+_SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+_SHARED_KIB_ELSE = 99
+"""The shared memory that a group of threads may have, by compute capability (CUDA's programming guide)."""
 
 
-def _tiling(lengths: Sequence[int], count: int, value_dim: int) -> tuple[int, int]:
-    """Returns the queries of a tile, and the tiles of a head."""
+@cache
+def shared_bytes() -> int:
+    """Returns the shared memory that a group of threads may have on this device; on a CPU, which only stands for one,
+    the most of any."""
+    info = mx.device_info()
+    if "compute_capability_major" not in info:
+        return max(_SHARED_KIB.values()) * 2**10
+    capability = int(info["compute_capability_major"]), int(info["compute_capability_minor"])
+    return _SHARED_KIB.get(capability, _SHARED_KIB_ELSE) * 2**10
+
+
+def _rows_most(dims: tuple[int, int], shared: int) -> int:
+    """Returns the most queries of a tile for heads with these channels, 128 or 64; 0 if there is no room for them."""
+    found = (rows for rows in (128, 64) if _bytes(dims, rows) <= shared)
+    return next((rows for rows in found if rows == 64 or dims[1] <= LARGE_DIM), 0)
+
+
+def _tiling(lengths: Sequence[int], count: int, rows_most: int) -> tuple[int, int]:
+    """Returns the queries of a tile, at most `rows_most`, and the tiles of a head."""
     found = {rows: max(-(-(length % rows + count) // rows) for length in lengths) for rows in (128, 64)}
     few = found[64] * 64 <= SMALL_GAIN * found[128] * 128
-    rows = 64 if few or value_dim > LARGE_DIM else 128
+    rows = 64 if few else rows_most
     return rows, found[rows]
 
 

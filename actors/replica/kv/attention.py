@@ -138,7 +138,7 @@ class _Attend:
         """
         heads, sinks = Heads.of(queries, keys, values, named.get("sinks")), named.get("sinks")
         window = cache.batch.window_of(cache.group, mask)
-        chunk = cache.chunk
+        chunk = cache.chunk if queries.dtype == keys.dtype == values.dtype else None
         if chunk is not None and window is not None and prefill_kernel_works(heads, bool(window)):
             if missing := -keys.shape[2] % prefill_kernel.COLUMNS:
                 keys, values = (mx.pad(each, [(0, 0), (0, 0), (0, missing), (0, 0)]) for each in (keys, values))
@@ -203,11 +203,12 @@ def prefill_kernel_works(heads: Heads, window: bool) -> bool:
     if not (
         decode_kernel.has_tensor_cores()
         and gpu_kernels.is_available()
+        and gpu_kernels.has_nvrtc()
         and prefill_kernel.fits(counts, dims, heads.dtype)
     ):
         return False
     try:
-        off = max(_prefill_kernel_off(heads, 200 if window else 0, most) for most in (300, 40))
+        off = max(_prefill_kernel_off(heads, 200 if window else 0, most) for most in (300, 20))
         reason = "" if off <= PREFILL_TOLERANCE else f"it is off by {off:.2g} of the largest output"
     except RuntimeError as error:
         reason = str(error)

@@ -62,5 +62,25 @@ def test_a_launch_says_why_a_kernel_was_not_compiled(launched: list[dict[str, An
     assert not launched
 
 
+def test_a_kernel_that_could_not_be_compiled_once_is_compiled_at_the_next_launch(
+    launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    tries: list[str] = []
+
+    def kept(name: str, source: str) -> bytes:
+        tries.append(name)
+        if len(tries) < 3:
+            raise RuntimeError("no memory")
+        return b"binary"
+
+    monkeypatch.setattr(gpu_kernels, "_kept", kept)
+    kernel = gpu_kernels._CudaKernel("a", ("x",), ("y",), "", "")
+    gpu_kernels.prepare(kernel, [("N", 3)], [mx.float32], [mx.float32])
+    with pytest.raises(RuntimeError, match="no memory"):
+        kernel(inputs=[mx.zeros((4,))], **ARGUMENTS)
+    kernel(inputs=[mx.zeros((4,))], **ARGUMENTS)
+    assert len(launched) == 1
+
+
 def test_kernels_that_mlx_compiles_are_left_to_it():
     gpu_kernels.prepare(lambda **given: None, [], [], [])

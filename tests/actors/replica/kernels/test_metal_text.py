@@ -49,7 +49,10 @@ FAULTS: dict[str, tuple[ModuleType, str, str]] = {
         *(decode_kernel, "READ(eight, keys + d * 32 * EW)"),
         "struct Other { P x[8]; }; const Other eight = ((const DEVICE Other*)keys)[d * 32];",
     ),
-    "a number that nothing converts to 16 bits": (decode_kernel, "static_cast<T>(k_s[i])", "k_s[i]"),
+    "a number that nothing converts to 16 bits": (
+        *(decode_kernel, "static_cast<T>(k_s[(news - 1) * DK + i])"),
+        "k_s[(news - 1) * DK + i]",
+    ),
     "a function that Metal does not have": (seal_kernel, "RINT(", "rintf("),
 }
 

@@ -98,7 +98,32 @@ def test_tiles_are_small_where_large_ones_would_be_mostly_padding():
     assert prefill_kernel._tiling([6000], 64, 128) == (64, 2)
     assert prefill_kernel._tiling([5988], 1216, 128) == (128, 11)
     assert prefill_kernel._tiling([0, 100], 128, 128) == (64, 3)
-    assert prefill_kernel._tiling([0], 128, 256) == (64, 2)
+    assert prefill_kernel._tiling([5988], 1216, 64) == (64, 20)
+
+
+@pytest.mark.parametrize(
+    ("dims", "kib", "rows"),
+    [((128, 128), 227, 128), ((128, 128), 99, 64), ((256, 256), 227, 64), ((256, 256), 163, 0), ((64, 64), 99, 128)],
+)
+def test_tiles_fit_into_the_memory_of_a_group(dims: tuple[int, int], kib: int, rows: int):
+    assert prefill_kernel._rows_most(dims, kib * 1024) == rows
+
+
+def test_a_load_tries_tiles_of_both_sizes(kernel: None, monkeypatch: pytest.MonkeyPatch):
+    tried: list[int] = []
+    tiling = prefill_kernel._tiling
+    monkeypatch.setattr(prefill_kernel, "_tiling", lambda *given: tried.append(tiling(*given)[0]) or tiling(*given))
+    for most in (300, 20):
+        assert attention._prefill_kernel_off(attention.Heads(2, 1, 32, 32, mx.bfloat16, None), 0, most) < 0.02
+    assert set(tried) == {64, 128}
+
+
+def test_keys_of_padding_that_are_not_numbers_spread_nowhere(kernel: None):
+    queries, keys, values = (mx.random.normal((1, 2, count, 64)).astype(mx.float16) for count in (64, 256, 256))
+    keys[:, :, 40:64] = mx.inf
+    out = prefill_kernel.attend(queries, keys, values, Chunk([0], [40], [0], 0, False), 0.1)
+    assert not mx.any(mx.isnan(out))
+    assert not mx.any(out[:, :, 40:])
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(
@@ -107,6 +132,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(
     attention.prefill_kernel_works.cache_clear()
     monkeypatch.setattr(attention.decode_kernel, "has_tensor_cores", lambda: True)
     monkeypatch.setattr(attention.gpu_kernels, "is_available", lambda: True)
+    monkeypatch.setattr(attention.gpu_kernels, "has_nvrtc", lambda: True)
     heads = attention.Heads(4, 2, 32, 32, mx.bfloat16, mx.bfloat16)
     assert attention.prefill_kernel_works(heads, True)
     attention.prefill_kernel_works.cache_clear()
