@@ -37,13 +37,36 @@ def fits(kind: type[Sealed], types: tuple[mx.Dtype, mx.Dtype], dims: tuple[int, 
 MEMORY = """\
   SHARED float4 queries_s[(GC + FM) * DK / 4];
   SHARED float4 buf_s[NW * GC * BW / 4];
+  SHARED float4 pairs_s[NW * DK / 2];
   float* const q_s = (float*)queries_s; float* const buf = (float*)buf_s;
 """
 """What the kernel shares, aligned to four numbers."""
 
 _EARLY = """\
   const unsigned int* blocks = slots + begins[token];
-  unsigned int slot_next = split * NW + (int)WARP < 4 * nb ? blocks[split] : 0;
+  unsigned int slot_next = 0;
+  // A warp's units are all the same quarters of blocks. Of each channel's keys it loads the scales of both halves of a
+  // unit, and the biases, together, while it multiplies the unit before.
+  uint2 pairs[(DK + 31) / 32];
+  auto fetch = [&](unsigned int slot) {
+    const long from = ((long)slot * KV + kvh) * DK * KS + WARP * 64 / KG;
+    #pragma unroll
+    for (int i = 0; i < (DK + 31) / 32; i++) {
+      const int d = LANE + 32 * i;
+      if (d >= DK) continue;
+      if (KG == 32) {
+        pairs[i].x = *(const unsigned int*)(key_scales + from + d * KS);
+        pairs[i].y = *(const unsigned int*)(key_biases + from + d * KS);
+      } else {
+        pairs[i].x = *(const unsigned short*)(key_scales + from + d * KS) * 0x10001u;
+        pairs[i].y = *(const unsigned short*)(key_biases + from + d * KS) * 0x10001u;
+      }
+    }
+  };
+  if (split * NW + (int)WARP < 4 * nb) {
+    slot_next = blocks[split];
+    fetch(slot_next);
+  }
 """
 
 _UNITS = """\
@@ -64,6 +87,13 @@ _UNITS = """\
   #define CODES(x, i) (((i ? x >> (4 * i - (i > 0 ? 3 : 0)) : x << 3) & CODE) | HIGH)
   union Eight { uint4 words; T x[8]; };
   union Scales { uint4 words; P x[8]; };
+  union Half { unsigned short bits; P x; };
+  auto half_of = [](unsigned int pair, int which) {
+    Half one;
+    one.bits = pair >> (16 * which);
+    return static_cast<float>(one.x);
+  };
+  #define HALF_OF(pair) half_of(pair, g & 1)
   const int g = LANE >> 2, q = LANE & 3;
   // The head of a lane's result, and that of the column that it fills.
   const int own = q < GC ? q : GC - 1, theirs = g / 2 < GC ? g / 2 : GC - 1;
@@ -99,7 +129,12 @@ _UNITS = """\
     float sc[8];
     if (sealed) {
       const unsigned int* codes = key_codes + base * DK * KW + 4 * q * KW + quarter * 8 + g;
-      const long scales_at = base * DK * KS + 4 * q * KS + (quarter * 64 + (g & 1) * 32) / KG;
+      uint2* own_pairs = (uint2*)pairs_s + WARP * DK;
+      #pragma unroll
+      for (int i = 0; i < (DK + 31) / 32; i++) if (LANE + 32 * i < DK) own_pairs[LANE + 32 * i] = pairs[i];
+      if (u + S * NW < 4 * nb) fetch(slot_next);
+      SYNC_WARP();
+      const uint4* pairs_from = (const uint4*)(own_pairs + 4 * q);
       const float4* from = queries_s + (theirs * DK >> 2) + q;
       float c[4][4], bias = 0.f;
       #pragma unroll
@@ -111,11 +146,12 @@ _UNITS = """\
         for (int j = 0; j < 4; j++) w[j] = codes[(16 * k + j) * KW];
         const float4 four = from[4 * k];
         const float x[4] = {four.x, four.y, four.z, four.w};
+        const uint4 one = pairs_from[8 * k], two = pairs_from[8 * k + 1];
+        const unsigned int of_scales[4] = {one.x, one.z, two.x, two.z}, of_biases[4] = {one.y, one.w, two.y, two.w};
         float f[4], r[4];
         #pragma unroll
         for (int j = 0; j < 4; j++) {
-          const float s = static_cast<float>(key_scales[scales_at + (16 * k + j) * KS]);
-          const float b = static_cast<float>(key_biases[scales_at + (16 * k + j) * KS]);
+          const float s = HALF_OF(of_scales[j]), b = HALF_OF(of_biases[j]);
           f[j] = x[j] * s;
           bias += x[j] * b - 16.f * f[j];
           r[j] = REST(f[j], UPPER, 0x8000u);

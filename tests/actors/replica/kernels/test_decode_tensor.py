@@ -23,7 +23,7 @@ BOUND = 4e-3
 FAULTS = {
     "codes are shifted by one": ("4 * i - (i > 0 ? 3 : 0)", "4 * i - (i > 0 ? 2 : 0)"),
     "a lane fills another head's column": ("GC ? g / 2 :", "GC ? g % 4 :"),
-    "scales of other tokens are taken": ("(g & 1) * 32) / KG", "(g & 2) * 16) / KG"),
+    "scales of other tokens are taken": ("half_of(pair, g & 1)", "half_of(pair, g >> 1 & 1)"),
     "halves of the sum are left out": ("shift[v] += XOR(shift[v], 2);", ""),
     "values lack what the upper halves lack": ("REST(f, second, half);", "f;"),
     "an offset goes to other heads": ("8 * q + (g & 4)", "8 * q"),
