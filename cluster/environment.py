@@ -164,6 +164,11 @@ def trace_collector() -> str | None:
     return os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
 
 
+def set_unless_set(name: str, value: str) -> None:
+    """Sets a variable of this process that a library reads later, unless it is set."""
+    os.environ.setdefault(name, value)
+
+
 @contextmanager
 def set_during(**variables: str) -> Iterator[None]:
     """Sets variables while a library that reads them is loaded."""

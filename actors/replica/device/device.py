@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 
@@ -11,7 +10,7 @@ import numpy as np
 import psutil
 
 from ....cluster.devices.available_memory import available_bytes
-from ....cluster.environment import mlx_rounding
+from ....cluster.environment import mlx_rounding, set_unless_set
 from .device_errors import on_device
 
 TENSOR_GENERATION, TENSOR_GENERATION_PHONE, TENSOR_MACOS = 17, 18, (26, 2)
@@ -86,7 +85,7 @@ def size_graphs() -> None:
     """
     if on_cuda():
         wanted = max(GRAPH_LEAST, device_bytes() // (GRAPH_SHARE * 2**20))
-        os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", str(wanted))
+        set_unless_set("MLX_MAX_MB_PER_BUFFER", str(wanted))
 
 
 def device_bytes(*, free: bool = False) -> int:
