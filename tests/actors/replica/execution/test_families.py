@@ -223,6 +223,18 @@ def test_batched_cached_and_chunked_sequences_equal_the_bare_model(
         assert reused >= (256 if family.loaded.spec.recurrent else whole)
 
 
+def compare_together(bench: Bench, family: Family, noted: Logits) -> None:
+    """Computes all sequences at once, then again from what is kept, and compares them with the bare model."""
+    tolerance = TOLERANCE if family.loaded.kv == "fp16" else FLIPPED_TOLERANCE
+    for round_name in ("cold", "cached"):
+        for sequence in family.scripts:
+            submit(bench, family, sequence, f"{round_name}{sequence}")
+        bench.drain()
+        for key, logits in family.reference.items():
+            assert np.abs(noted[key] - logits).max() <= tolerance * np.abs(logits).max(), f"{round_name}, {key}"
+        noted.clear()
+
+
 @few_families
 @pytest.mark.parametrize("few_queries", [256, 40])
 def test_prompts_on_cuda_equal_the_bare_model(
@@ -242,14 +254,7 @@ def test_prompts_on_cuda_equal_the_bare_model(
     monkeypatch.setattr(attention, "FEW_QUERIES", few_queries)
     bench, noted = forced(prefill_chunk_tokens=256 if few_queries == 256 else 1024)
     bench.engine.executor.batched_prefill = True
-    for round_name in ("cold", "cached"):
-        for sequence in family.scripts:
-            submit(bench, family, sequence, f"{round_name}{sequence}")
-        bench.drain()
-        tolerance = TOLERANCE if family.loaded.kv == "fp16" else FLIPPED_TOLERANCE
-        for key, logits in family.reference.items():
-            assert np.abs(noted[key] - logits).max() <= tolerance * np.abs(logits).max(), f"{round_name}, {key}"
-        noted.clear()
+    compare_together(bench, family, noted)
     assert taken
 
 
@@ -291,14 +296,7 @@ def test_prompts_that_a_kernel_attends_for_equal_the_bare_model(
     monkeypatch.setattr(prefill_kernel, "attend", lambda *given: taken.append(given[5]) or by_chunk(*given))
     bench, noted = forced(prefill_chunk_tokens=512)
     bench.engine.executor.batched_prefill = True
-    for round_name in ("cold", "cached"):
-        for sequence in family.scripts:
-            submit(bench, family, sequence, f"{round_name}{sequence}")
-        bench.drain()
-        tolerance = TOLERANCE if family.loaded.kv == "fp16" else FLIPPED_TOLERANCE
-        for key, logits in family.reference.items():
-            assert np.abs(noted[key] - logits).max() <= tolerance * np.abs(logits).max(), f"{round_name}, {key}"
-        noted.clear()
+    compare_together(bench, family, noted)
     windows = {layer.window for layer in family.loaded.spec.layers if layer.sealed}
     assert taken
     assert any(taken) == any(windows)
