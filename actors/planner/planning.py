@@ -26,19 +26,6 @@ def memory_of(node: Node, scheduling: Scheduling) -> int:
     return unclaimed_bytes(default_home().memory_claims, node, scheduling)
 
 
-def stages_of(model: Model, memory_bytes: Mapping[str, int], scheduling: Scheduling) -> list[Stage]:
-    """Returns the stages of a model; a single one if it is not divided.
-
-    Args:
-        memory_bytes: what it may use on each node, in the order of stages.
-
-    Raises:
-        NoRoom: it does not fit; the message has all sizes.
-        ModelLoadError: it cannot be served, or not be divided.
-    """
-    return Divider(model, scheduling).stages(memory_bytes)
-
-
 class Divider:
     """Divides one model, in a process of its own: it reads the headers of the model's files while the model still waits
     for its nodes, and for what they say of their memory."""
@@ -61,7 +48,15 @@ class Divider:
         return self._headers
 
     def stages(self, memory_bytes: Mapping[str, int]) -> list[Stage]:
-        """As `stages_of`."""
+        """Returns the model's stages; a single one if it is not divided.
+
+        Args:
+            memory_bytes: what it may use on each node, in the order of stages.
+
+        Raises:
+            NoRoom: it does not fit; the message has all sizes.
+            ModelLoadError: it cannot be served, or not be divided.
+        """
         from ..replica.group.tensor.needs import shares_of
 
         assert self._model.split is not None
@@ -72,7 +67,7 @@ class Divider:
 
 
 def divided(headers: Headers, memory_bytes: Mapping[str, int], split: Split, chunk_tokens: int) -> list[Stage]:
-    """As `stages_of`, from what the headers say."""
+    """As `Divider.stages`, from what the headers say."""
     if split.pipeline == "auto":
         for node in sorted(memory_bytes, key=lambda name: -memory_bytes[name]):
             alone = headers.needs(memory_bytes[node], chunk_tokens, whole=True)

@@ -379,18 +379,21 @@ def attend(
     tensor = _tensor_cores and has_tensor_cores()
     left, sunk = _left(transform), sinks is not None
     plan = _plan(kind, types, shape, coded, left, read.most, sinks=sunk, tensor=tensor)
-    _prepare(
-        kind, types, shape, coded, left, tuple(each.dtype for each in pool), None if sinks is None else sinks.dtype
-    )
     one = read.count == count
     constants = _unchanged(scale) if transform is NOTHING else mx.array([scale, *transform.constants], mx.float32)
     sink = constants if sinks is None else sinks
     out, dtype = (count, heads, 1, value_dim), queries.dtype
+    inputs = [
+        *(queries, view.keys, view.values, *pool, *tails),
+        read.slots,
+        read.numbers,
+        constants,
+        sink,
+        step.written,
+    ]
+    _prepare(kind, types, shape, coded, left, tuple(array.dtype for array in inputs), sinks=sunk)
     made = (plan.one if one else plan.parts)(
-        inputs=[
-            *(queries, view.keys, view.values, *step.pool, *tails, read.slots, read.numbers, constants, sink),
-            step.written,
-        ],
+        inputs=inputs,
         template=plan.template,
         grid=(read.count * kv_heads * plan.chunks * WARPS * 32, 1, 1),
         threadgroup=(WARPS * 32, 1, 1),
@@ -479,23 +482,22 @@ def _prepare(
     shape: tuple[int, int, int, int],
     coded: tuple[int, int],
     left: tuple[bool, bool, int, bool, bool],
-    blocks: tuple[mx.Dtype, ...],
-    sinks: mx.Dtype | None,
+    inputs: tuple[mx.Dtype, ...],
+    *,
+    sinks: bool,
 ) -> None:
     """Begins to compile what steps of a model need, once: with and without drafts and tensor cores.
 
     Args:
-        blocks: of the pool's arrays.
-        sinks: of the sinks; None for none.
+        inputs: of a launch; the last but one is that of the sinks.
     """
-    dtype, sunk = types[0], sinks or mx.float32
-    inputs = [*[dtype] * 3, *blocks, *[dtype] * 2, mx.uint32, mx.int32, mx.float32, sunk, mx.uint32]
+    dtype = types[0]
     for tensor in (False, True) if has_tensor_cores() else (False,):
         for most in (1, NEW_MOST) if takes_drafts(shape[:2]) else (1,):
-            plan = _plan(kind, types, shape, coded, left, most, sinks=sinks is not None, tensor=tensor)
+            plan = _plan(kind, types, shape, coded, left, most, sinks=sinks, tensor=tensor)
             prepare(plan.parts, plan.template, inputs, [mx.float32] * 3)
             prepare(plan.one, plan.template, inputs, [dtype])
-            prepare(plan.join, plan.join_template, [*[mx.float32] * 3, mx.int32, sunk], [dtype])
+            prepare(plan.join, plan.join_template, [*[mx.float32] * 3, mx.int32, inputs[-2]], [dtype])
 
 
 def takes_drafts(dims: tuple[int, int]) -> bool:

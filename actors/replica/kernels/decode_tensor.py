@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from .gpu_kernels import MULTIPLY
 from .sealing import Quantized, Sealed, value_group
 
 HEADS_MOST = 4
@@ -73,11 +74,6 @@ _UNITS = """\
   constexpr int NV = PV / 64;
   // A code c in bits 3 to 6 of a bfloat16 number with these others is 16 + c.
   constexpr unsigned int CODE = 0x00780078u, HIGH = 0x41804180u, UPPER = 0xffff0000u;
-  #define MULTIPLY(c, a0, a1, a2, a3, b0, b1) \\
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \\
-        "{%0,%1,%2,%3};" \\
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) \\
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
   #define FROM(x, lane) __shfl_sync(0xffffffffu, x, lane)
   // The upper halves of two numbers, which are bfloat16 numbers; and what these lack, rounded if `half` is 0x8000, for
   // errors of one sign would add up.
@@ -345,4 +341,4 @@ _UNITS = """\
 
 def texts() -> dict[str, str]:
     """Returns what takes the places of the decode kernel's own text."""
-    return {"MEMORY": MEMORY, "EARLY": _EARLY, "UNITS": _UNITS}
+    return {"MEMORY": MEMORY, "EARLY": _EARLY, "UNITS": MULTIPLY.replace("KIND", "bf16") + _UNITS}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...patches import recast
-from .gpu_kernels import kernel, prepare
+from .gpu_kernels import MULTIPLY, int_numbers, kernel, prepare
 
 ROWS_LEAST = 2
 """The fewest rows for the kernel, unless it was measured for one: there MLX's kernel reads weights only once too."""
@@ -44,11 +44,6 @@ _BODY = """
   constexpr int OWN = GATED ? R / 2 : R, OUTPUTS = 16 * OWN, WIDE = 16 * R + 4;
   constexpr int SN = RUN * 64 / GS > 1 ? RUN * 64 / GS : 1;
   constexpr unsigned int ONES = ONE_BITS, HIGH = BASE_BITS, LOW = 0x000f000fu;
-  #define MULTIPLY(c, a0, a1, a2, a3, b0, b1) \\
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.KIND.KIND.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \\
-        "{%0,%1,%2,%3};" \\
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) \\
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
   // Weights are read once, a line of the cache by four loads in turn.
   #ifdef __CUDA_ARCH__
   #define READ_WORDS(to, from) \\
@@ -247,8 +242,9 @@ def _launch(
     plan = _plan(x.dtype, layer.group_size, tiles, *shape, bias is not None, gated, len(widths))
     # What is not read must be an array too.
     other = [scales if array is None else array for array in (bias, add)]
+    sizes = int_numbers(rows, outputs, inputs, int(add is not None), *accumulate(widths))
     return plan.launch(
-        inputs=[words, scales, layer["biases"], *other, x, _sizes(rows, outputs, inputs, add is not None, *widths)],
+        inputs=[words, scales, layer["biases"], *other, x, sizes],
         template=plan.template,
         grid=(-(-sum(widths) // plan.outputs) * plan.threads, 1, 1),
         threadgroup=(plan.threads, 1, 1),
@@ -323,7 +319,13 @@ def _plan(
     parts: int,
 ) -> _Plan:
     kind, ones, base_bits, base = KINDS[dtype]
-    body = _BODY.replace("KIND", kind).replace("ONE_BITS", ones).replace("BASE_BITS", base_bits).replace("BASE", base)
+    body = (
+        (MULTIPLY + _BODY)
+        .replace("KIND", kind)
+        .replace("ONE_BITS", ones)
+        .replace("BASE_BITS", base_bits)
+        .replace("BASE", base)
+    )
     names = tuple(f"y{part}" for part in range(parts))
     chosen = names[-1]
     for part in reversed(range(parts - 1)):
@@ -333,11 +335,6 @@ def _plan(
     template += [("R", output_tiles), ("W", warps), ("RUN", run)]
     launch = kernel(f"few_rows_{kind}_{parts}", _INPUTS, names, body)
     return _Plan(launch, template, 16 * output_tiles // (2 if gated else 1), 32 * warps)
-
-
-@lru_cache(1024)
-def _sizes(rows: int, outputs: int, inputs: int, adds: bool, *widths: int) -> mx.array:
-    return mx.array([rows, outputs, inputs, int(adds), *accumulate(widths)], mx.int32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -71,6 +71,16 @@ _METAL = """
   #define SIN(x) metal::fast::sin(x)
 """
 
+MULTIPLY = """
+  #define MULTIPLY(c, a0, a1, a2, a3, b0, b1) \\
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.KIND.KIND.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \\
+        "{%0,%1,%2,%3};" \\
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) \\
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+"""
+"""Text for CUDA: a product of a warp's tensor cores, added to `c`. KIND is the type of the operands in PTX ("Matrix
+Fragments for mma.m16n8k16 with floating point type")."""
+
 # CUDA's own 16-bit types need headers.
 _CUDA_TYPES = """
 struct bfloat16 {

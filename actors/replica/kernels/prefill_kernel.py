@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 
 from .few_rows import KINDS
-from .gpu_kernels import int_numbers, kernel
+from .gpu_kernels import MULTIPLY, int_numbers, kernel
 
 COLUMNS = 64
 """Columns that are multiplied at a time."""
@@ -41,11 +41,6 @@ _BODY = """
   constexpr int ROWS = 64 * MT, KW = DK + 8, VW = DV + 8, KT = DK / 16, VT = DV / 16;
   constexpr int ROW_BYTES = 2 * KW, VALUE_BYTES = 2 * VW, STAGE = 64 * (ROW_BYTES + VALUE_BYTES);
   constexpr float LOW = -1e30f;
-  #define MULTIPLY(c, a0, a1, a2, a3, b0, b1) \\
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.KIND.KIND.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \\
-        "{%0,%1,%2,%3};" \\
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) \\
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
   #ifdef __CUDA_ARCH__
   extern __shared__ uint4 memory_s[];
   typedef unsigned int Place;
@@ -381,7 +376,7 @@ def _plan(dtype: mx.Dtype, key_dim: int, value_dim: int, rows: int, heads: int, 
     kind = KINDS[dtype][0]
     read = ("queries", "keys", "values", "numbers", "constants", "sinks")
     bounds = (32 * WARPS, 2 if value_dim <= LARGE_DIM else 1)
-    launch = kernel(f"prefill_{kind}", read, ("out",), _BODY.replace("KIND", kind), bounds)
+    launch = kernel(f"prefill_{kind}", read, ("out",), (MULTIPLY + _BODY).replace("KIND", kind), bounds)
     template = [("T", dtype), ("DK", key_dim), ("DV", value_dim), ("MT", rows // (16 * WARPS))]
     template += [("H", heads), ("G", grouped), ("SINKS", sinks)]
     return _Plan(launch, template, _bytes((key_dim, value_dim), rows))

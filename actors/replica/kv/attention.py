@@ -136,7 +136,8 @@ class _Attend:
             mask: (sequences or 1, 1, queries, columns) bool.
             named: the other arguments of `plain`.
         """
-        heads, sinks = Heads.of(queries, keys, values, named.get("sinks")), named.get("sinks")
+        sinks = named.get("sinks")
+        heads = Heads.of(queries, keys, values, sinks)
         window = cache.batch.window_of(cache.group, mask)
         chunk = cache.chunk if queries.dtype == keys.dtype == values.dtype else None
         if chunk is not None and window is not None and prefill_kernel_works(heads, bool(window)):
@@ -144,7 +145,7 @@ class _Attend:
                 keys, values = (mx.pad(each, [(0, 0), (0, 0), (0, missing), (0, 0)]) for each in (keys, values))
             return prefill_kernel.attend(queries, keys, values, chunk, named["scale"], window, sinks)
         if is_few(queries, keys):
-            return attend_few(queries, keys, values, mask, named["scale"], named.get("sinks"))
+            return attend_few(queries, keys, values, mask, named["scale"], sinks)
         if mask.shape[1:] == (1, queries.shape[2], keys.shape[2]) and is_padded(keys.shape[2]):
             sequences = range(len(queries))
             rows = [self._attend_in_pieces(row, queries, keys, values, cache, mask, named) for row in sequences]

@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 
 from satchel.actors.model_files.source import EMBEDDED
-from satchel.actors.planner.planning import Divider, divided, stages_of
+from satchel.actors.planner.planning import Divider, divided
 from satchel.actors.replica.group.division import needs
 from satchel.actors.replica.group.division.needs import Headers, read_headers
 from satchel.actors.replica.memory.claims import unclaimed_bytes
@@ -101,7 +101,7 @@ def test_the_last_node_has_a_vision_models_encoder_and_the_embedding_that_it_nee
 def test_vision_models_that_cannot_be_divided_are_refused_by_name(tmp_path: Path, family: str, why: str):
     folder = write(tmp_path / family, family, {**PATCHES, **SQUARES}[family])
     with pytest.raises(ModelLoadError, match=why):
-        stages_of(model_of(str(folder)), {"mac0": 2**30}, Scheduling())
+        Divider(model_of(str(folder)), Scheduling()).stages({"mac0": 2**30})
 
 
 def test_what_other_replicas_claim_is_not_free(tmp_path: Path):
@@ -127,8 +127,9 @@ def test_headers_are_read_before_the_nodes_are_known_and_once(tmp_path: Path, mo
     divider.read()
     assert read == [folder]
     memory = {"one": 2**30, "two": 2**30}
-    assert divider.stages(memory) == divider.stages(memory) == stages_of(model_of(str(folder)), memory, Scheduling())
-    # The last one is of `stages_of`.
+    another = Divider(model_of(str(folder)), Scheduling())
+    assert divider.stages(memory) == divider.stages(memory) == another.stages(memory)
+    # The last one is of the other.
     assert len(read) == 2
 
 

@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from satchel.actors.model_files.checkpoints import load_checkpoint
-from satchel.actors.planner.planning import stages_of
+from satchel.actors.planner.planning import Divider
 from satchel.actors.replica.group.loading import load_part
 from satchel.actors.replica.group.tensor.model import SharePart
 from satchel.actors.replica.group.tensor.ranks import Ranks
@@ -81,16 +81,16 @@ def test_a_model_that_has_no_equal_shares_is_refused(
 ):
     folder = write_model(tmp_path / "m", family, **more)
     with pytest.raises(ModelLoadError, match=f"divided into {count} equal shares: {why}"):
-        stages_of(model_of(folder, tensor=count), {"a": 60 * MIB, "b": 60 * MIB}, SCHEDULING)
+        Divider(model_of(folder, tensor=count), SCHEDULING).stages({"a": 60 * MIB, "b": 60 * MIB})
 
 
 def test_a_vision_model_has_shares_if_mlx_vlm_can_cut_it(tmp_path: Path):
     memory = {"a": 60 * MIB, "b": 60 * MIB}
     folder = write_vision_model(tmp_path / "llava", "llava")
     with pytest.raises(ModelLoadError, match="mlx-vlm has no shares for models with pictures of its type"):
-        stages_of(model_of(folder), memory, SCHEDULING)
+        Divider(model_of(folder), SCHEDULING).stages(memory)
     folder = write(tmp_path / "moe", "qwen3_vl_moe", PATCHES["qwen3_vl_moe"])
-    assert [stage[:3] for stage in stages_of(model_of(folder), memory, SCHEDULING)] == [("a", 0, 4), ("b", 0, 4)]
+    assert [stage[:3] for stage in Divider(model_of(folder), SCHEDULING).stages(memory)] == [("a", 0, 4), ("b", 0, 4)]
 
 
 def model_of(folder: Path, **more: Any) -> Model:
@@ -100,13 +100,13 @@ def model_of(folder: Path, **more: Any) -> Model:
 def test_shares_go_to_the_nodes_with_the_most_memory_in_their_order(tmp_path: Path):
     folder = write_model(tmp_path / "m", "llama")
     memory = {"first": 60 * MIB, "small": 1 * MIB, "last": 80 * MIB}
-    first, last = stages_of(model_of(folder), memory, SCHEDULING)
+    first, last = Divider(model_of(folder), SCHEDULING).stages(memory)
     assert first[:3] == ("first", 0, 2) and last[:3] == ("last", 0, 2)
     assert 2048 < first.tokens < last.tokens
     with pytest.raises(NoRoom, match=r"each of 2 nodes needs a share: the model needs .* MiB and .* a 2\.0 MiB"):
-        stages_of(model_of(folder), {"a": 2 * MIB, "b": 60 * MIB}, SCHEDULING)
+        Divider(model_of(folder), SCHEDULING).stages({"a": 2 * MIB, "b": 60 * MIB})
     with pytest.raises(NoRoom, match="tensor: 2 needs 2 nodes, and there are 1"):
-        stages_of(model_of(folder), {"a": 60 * MIB}, SCHEDULING)
+        Divider(model_of(folder), SCHEDULING).stages({"a": 60 * MIB})
 
 
 def test_a_share_reads_its_part_and_has_kv_of_its_own(tmp_path: Path):
