@@ -252,14 +252,17 @@ class Batch(Prefilling):
 
     @replayed
     def compute_ahead(self, tokens: Sequence[Sequence[int]]) -> mx.array:
-        """Launches the model for some tokens of every sequence, which fill no block: as a recorded step, or else in a
-        padded batch as for prompts. Then `take_back` and `advance` must follow.
+        """Launches the model for some tokens of every sequence: as a recorded step, or else in a padded batch as for
+        prompts. If there are several of a sequence, they fill no block. Then `seal_filled` must follow if blocks become
+        full, `take_back` and `advance`.
 
         Returns:
             (tokens, vocabulary), the logits after each of them, sequence after sequence.
         """
         self._now.stacks = Stacks()
         self._end_prefill()
+        if self._seals:
+            self._settle()
         caches = self._caches
         assert not isinstance(caches, UnbatchedSequences)
         if self._settles_always:

@@ -298,10 +298,12 @@ class BatchExecutor(Batch):
         if now.inputs is None:
             return []
         may_draft = len(now.sequences) == 1 or self.batched_prefill
+        # A step without padding has one token of a sequence that fills its block, beside the others' drafts.
+        ragged = may_draft and self.takes_drafts
         if (
-            not self._seals
-            and may_draft
-            and any(drafts := self.drafts.choose(now.sequences, now.tokens, ragged=self.takes_drafts))
+            may_draft
+            and (ragged or not self._seals)
+            and any(drafts := self.drafts.choose(now.sequences, now.tokens, ragged=ragged))
         ):
             return self._step_ahead(now.inputs, drafts)
         ready = self._compute()
@@ -340,8 +342,8 @@ class BatchExecutor(Batch):
 
     @on_device()
     def step_with(self, drafts: list[list[int]]) -> list[Ready]:
-        """As `step`, with these drafts after the sequences' inputs, which fill no block. Every sequence must have had a
-        step. For the warm-up."""
+        """As `step`, with these drafts after the sequences' inputs. What is drafted fills no block. Every sequence must
+        have had a step. For the warm-up."""
         self._change_batch()
         inputs = self._now.inputs
         assert inputs is not None
@@ -383,6 +385,8 @@ class BatchExecutor(Batch):
                     sequence.grammar.follow(token)
         self._note_forced(masks, checked.last)
         lengths = [sequence.length + count for sequence, count in zip(self._sequences, checked.computed, strict=True)]
+        if self._seals:
+            self.seal_filled()
         self.take_back(lengths, clean=not checked.sound)
         sampler.keep(checked.last)
         now.sampler, now.draw = sampler, (draw, checked.owners)
