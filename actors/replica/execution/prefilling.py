@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from ..device.device import on_cuda, on_gpu
 from ..device.device_errors import on_device
+from ..device.temporary_memory import TEMPORARY
 from ..kv import caches as kv_cache
 from ..kv.caches import PooledBlock, Slab
 from ..proving.pieces import IN_ONE_PIECE
@@ -190,6 +191,12 @@ class Prefilling:
             sequence.length += len(tokens)
 
     def _evaluate(self, caches: Sequence[Any]) -> None:
+        if self.runs_ahead:
+            self.wait_for_prefill()
+        with TEMPORARY.limited():
+            self._launch(caches)
+
+    def _launch(self, caches: Sequence[Any]) -> None:
         if self.followers is not None and self.followers.overlaps:
             # What comes next is told to the followers before this is waited for.
             states = [cache.state for cache in caches]
@@ -202,7 +209,6 @@ class Prefilling:
         elif self.pieces is not IN_ONE_PIECE:
             self.pieces.evaluate(caches)
         elif self.runs_ahead:
-            self.wait_for_prefill()
             mx.reset_peak_memory()
             found: list[Any] = [each for _, each in tree_flatten([cache.state for cache in caches])]
             self.ahead.launch([each for each in found if isinstance(each, mx.array)])
