@@ -70,6 +70,8 @@ class Prefilling:
         self._note_next: Note | None = None
         self.pieces = IN_ONE_PIECE
         self.workspace_bytes = 0
+        # Until then the process's peak may be that of tests.
+        self._peak_is_own = False
 
     @replayed
     @on_device()
@@ -241,10 +243,13 @@ class Prefilling:
         self._end_prefill()
         if not self.ahead.running:
             self._note_workspace()
+            # From now on the peak is of what this engine has computed.
+            self._peak_is_own = True
             mx.reset_peak_memory()
 
     def _note_workspace(self) -> None:
-        self.workspace_bytes = max(self.workspace_bytes, mx.get_peak_memory() - mx.get_active_memory())
+        if self._peak_is_own:
+            self.workspace_bytes = max(self.workspace_bytes, mx.get_peak_memory() - mx.get_active_memory())
 
     def _inputs_besides(self, parts: Sequence[SequencePart], width: int) -> dict[str, Any]:
         """Returns the model's inputs besides tokens and caches, for a padded batch of `width` tokens."""
