@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ...patches import recast
-from .few_rows_text import EACH_WARP_ITS_INPUTS, FINISH, ROW_BYTES, SHARED_ROWS, TILE_BYTES
 from .gpu_kernels import MULTIPLY, int_numbers, kernel, prepare
 
 ROWS_LEAST = 2
@@ -29,13 +28,175 @@ ROWS_LEAST = 2
 ROWS_MOST = 128
 _BITS, _GROUP_SIZES = 4, (64, 128)
 
+# Template: T, GS (weights a scale), NT (tiles of 8 rows), BIAS, GATED; and of a group of threads R (tiles of 16
+# outputs), W (warps) and RUN. `sizes` are the rows, outputs, inputs, whether `more` is added, and where each part of
+# the outputs ends. PART is the array of a part, (rows, width). If GATED, the first half of the outputs are gates, and
+# half of a group's tiles are the outputs in the other half that belong to its gates.
+#
+# The warps share the inputs, a run of 64 * RUN at a time, of which a step multiplies 64. While a warp multiplies a run,
+# it loads the next one, so that memory always has enough to do; a run's scales are loaded together. In a tensor core's
+# product the left side is weights, (16 outputs, 16 inputs), and the right side rows, (16 inputs, 8 rows). The order of
+# inputs is free as long as both sides agree: lane 4g + q has inputs 16q to 16q+15 of outputs g and g+8 and of row g,
+# and passes input p of eight together with input p+4, as they are in a word. A weight's code c is in the low bits of
+# the number BASE + c. `sums`, which add up only the rows' inputs, are used to subtract BASE again, and for the weights'
+# bias.
+_BODY = """
+  constexpr int OWN = GATED ? R / 2 : R, OUTPUTS = 16 * OWN, WIDE = 16 * R + 4;
+  constexpr int SN = RUN * 64 / GS > 1 ? RUN * 64 / GS : 1;
+  constexpr unsigned int ONES = ONE_BITS, HIGH = BASE_BITS, LOW = 0x000f000fu;
+  // Weights are read once, a line of the cache by four loads in turn.
+  #ifdef __CUDA_ARCH__
+  #define READ_WORDS(to, from) \\
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(to.x), "=r"(to.y) : "l"(from))
+  #else
+  #define READ_WORDS(to, from) to = *(from)
+  #endif
+  union Scales {
+    uint2 four; unsigned int two; unsigned short one;
+    T x[4];
+  };
+  SHARED float sums_s[W * 8 * NT * WIDE];
+  const int N = sizes[1], K = sizes[2], g = LANE >> 2, q = LANE & 3;
+  // Groups one after another have the same outputs, so weights are read from memory once.
+  const int turns = (sizes[0] + 8 * NT - 1) / (8 * NT), begin_row = GROUP % turns * 8 * NT;
+  const int M = sizes[0] - begin_row < 8 * NT ? sizes[0] - begin_row : 8 * NT;
+  const int first = GROUP / turns * OUTPUTS, width = GATED ? N / 2 : N;
+  // An array may begin anywhere within another.
+  const bool aligned = ((unsigned long long)x & 15) == 0;
+  const unsigned int wide = K / 16, groups = K / GS;
+  uint2 ahead[RUN][R][2];
+  uint4 rows[RUN][NT][2];
+  Scales scales_now[R][2], biases_now[R][2], scales_next[R][2], biases_next[R][2];
+  auto row_of = [&](int r, int h) {
+    const int output = first + 16 * (r % OWN);
+    return (unsigned int)((output < width ? output : 0) + r / OWN * width + 8 * h + g);
+  };
+  auto few = [&](Scales& to, const T* from) {
+    if (SN == 4) to.four = *(const uint2*)from;
+    else if (SN == 2) to.two = *(const unsigned int*)from;
+    else to.one = *(const unsigned short*)from;
+  };
+  auto load_scales = [&](int run) {
+    #pragma unroll
+    for (int r = 0; r < R; r++) for (int h = 0; h < 2; h++) {
+      const unsigned int at = row_of(r, h) * groups + (unsigned int)(run * RUN * 64) / GS;
+      few(scales_next[r][h], scales + at);
+      few(biases_next[r][h], biases + at);
+    }
+  };
+  auto eight = [&](const T* from) {
+    if (aligned) return *(const uint4*)from;
+    const unsigned short* one = (const unsigned short*)from;
+    return make_uint4(one[0] | one[1] << 16, one[2] | one[3] << 16, one[4] | one[5] << 16, one[6] | one[7] << 16);
+  };
+  auto load = [&](int run, int step) {
+    const unsigned int k = (run * RUN + step) * 64;
+    #pragma unroll
+    for (int r = 0; r < R; r++) for (int h = 0; h < 2; h++)
+      READ_WORDS(ahead[step][r][h], (const uint2*)words + row_of(r, h) * wide + k / 16 + q);
+    #pragma unroll
+    for (int n = 0; n < NT; n++) for (int h = 0; h < 2; h++) {
+      const int row = 8 * n + g;
+      const T* from = x + (unsigned int)((begin_row + row) * K + k + 16 * q + 8 * h);
+      rows[step][n][h] = row < M ? eight(from) : make_uint4(0, 0, 0, 0);
+    }
+  };
+  float total[R][NT][4];
+  #pragma unroll
+  for (int r = 0; r < R; r++) for (int n = 0; n < NT; n++) for (int j = 0; j < 4; j++) total[r][n][j] = 0.f;
+  const int runs = K / (64 * RUN);
+  if (WARP < runs) {
+    load_scales(WARP);
+    #pragma unroll
+    for (int step = 0; step < RUN; step++) load(WARP, step);
+  }
+  for (int run = WARP; run < runs; run += W) {
+    const bool more = run + W < runs;
+    #pragma unroll
+    for (int r = 0; r < R; r++) for (int h = 0; h < 2; h++) {
+      scales_now[r][h] = scales_next[r][h];
+      biases_now[r][h] = biases_next[r][h];
+    }
+    if (more) load_scales(run + W);
+    #pragma unroll
+    for (int step = 0; step < RUN; step++) {
+      uint2 now[R][2];
+      #pragma unroll
+      for (int r = 0; r < R; r++) for (int h = 0; h < 2; h++) now[r][h] = ahead[step][r][h];
+      unsigned int right[NT][8];
+      #pragma unroll
+      for (int n = 0; n < NT; n++) for (int h = 0; h < 2; h++) {
+        const uint4 v = rows[step][n][h];
+        right[n][4 * h] = __byte_perm(v.x, v.z, 0x5410);
+        right[n][4 * h + 1] = __byte_perm(v.x, v.z, 0x7632);
+        right[n][4 * h + 2] = __byte_perm(v.y, v.w, 0x5410);
+        right[n][4 * h + 3] = __byte_perm(v.y, v.w, 0x7632);
+      }
+      if (more) load(run + W, step);
+      float sums[NT][4];
+      #pragma unroll
+      for (int n = 0; n < NT; n++) {
+        for (int j = 0; j < 4; j++) sums[n][j] = 0.f;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) MULTIPLY(sums[n], ONES, ONES, ONES, ONES, right[n][2 * i], right[n][2 * i + 1]);
+      }
+      #pragma unroll
+      for (int r = 0; r < R; r++) {
+        unsigned int left[4][4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) for (int j = 0; j < 4; j++) {
+          const uint2 pair = now[r][j & 1];
+          left[i][j] = (((i < 2 ? pair.x : pair.y) >> (8 * (i & 1) + 4 * (j >> 1))) & LOW) | HIGH;
+        }
+        float scale[2], bias[2];
+        for (int h = 0; h < 2; h++) {
+          scale[h] = static_cast<float>(scales_now[r][h].x[step * 64 / GS]);
+          bias[h] = static_cast<float>(biases_now[r][h].x[step * 64 / GS]) - BASE * scale[h];
+        }
+        #pragma unroll
+        for (int n = 0; n < NT; n++) {
+          float part[4] = {0.f, 0.f, 0.f, 0.f};
+          #pragma unroll
+          for (int i = 0; i < 4; i++)
+            MULTIPLY(part, left[i][0], left[i][1], left[i][2], left[i][3], right[n][2 * i], right[n][2 * i + 1]);
+          for (int j = 0; j < 4; j++) total[r][n][j] += scale[j >> 1] * part[j] + bias[j >> 1] * sums[n][j & 1];
+        }
+      }
+    }
+  }
+  auto rounded = [](float number) { return static_cast<float>(static_cast<T>(number)); };
+  // The warps' sums are added up in their order, so a product has the same bits every time.
+  #pragma unroll
+  for (int r = 0; r < R; r++) for (int n = 0; n < NT; n++) for (int j = 0; j < 4; j++)
+    sums_s[(WARP * 8 * NT + 8 * n + 2 * q + (j & 1)) * WIDE + 16 * r + 8 * (j >> 1) + g] = total[r][n][j];
+  SYNC();
+  for (int i = THREAD; i < OUTPUTS * M; i += W * 32) {
+    const int m = i / OUTPUTS, n = i % OUTPUTS, output = first + n;
+    if (output >= width) continue;
+    auto product = [&](int half) {
+      float sum = 0.f;
+      for (int w = 0; w < W; w++) sum += sums_s[(w * 8 * NT + m) * WIDE + half * OUTPUTS + n];
+      if (BIAS) sum += static_cast<float>(bias_of[half * width + output]);
+      return rounded(sum);
+    };
+    float y = product(0);
+    if (GATED) {
+      const float part = rounded(1.f / rounded(1.f + rounded(EXP(ABS(y)))));
+      y = rounded(rounded(y * (y < 0.f ? part : rounded(1.f - part))) * product(1));
+    }
+    if (sizes[3]) y += static_cast<float>(more[(begin_row + m) * N + output]);
+    int begin = 0, part = 0;
+    while (output >= sizes[4 + part]) begin = sizes[4 + part++];
+    (PART)[(long)(begin_row + m) * (sizes[4 + part] - begin) + output - begin] = static_cast<T>(y);
+  }
+"""
+
 _INPUTS = ("words", "scales", "biases", "bias_of", "more", "x", "sizes")
 KINDS = {
-    mx.bfloat16: ("bf16", "0x3f803f80u", "0x43004300u", "0xc300c300u", "128.f"),
-    mx.float16: ("f16", "0x3c003c00u", "0x64006400u", "0xe400e400u", "1024.f"),
+    mx.bfloat16: ("bf16", "0x3f803f80u", "0x43004300u", "128.f"),
+    mx.float16: ("f16", "0x3c003c00u", "0x64006400u", "1024.f"),
 }
-"""By dtype: its name in PTX, two ones, and the number above which its lowest bits count by one, twice, twice negated,
-and once."""
+"""By dtype: its name in PTX, two ones, and the number above which its lowest bits count by one, twice and once."""
 
 
 def multiply(layer: Any, x: mx.array, widths: Sequence[int], add: mx.array | None = None) -> list[mx.array]:
@@ -82,7 +243,7 @@ def _launch(
     lead, inputs, outputs = x.shape[:-1], x.shape[-1], words.shape[0]
     rows, tiles = x.size // inputs, _tiles(x.size // inputs)
     shape = _shape(tiles, outputs, inputs, gated)
-    plan = _plan(x.dtype, layer.group_size, tiles, shape, bias is not None, gated, len(widths))
+    plan = _plan(x.dtype, layer.group_size, tiles, *shape, bias is not None, gated, len(widths))
     # What is not read must be an array too.
     other = [scales if array is None else array for array in (bias, add)]
     sizes = int_numbers(rows, outputs, inputs, int(add is not None), *accumulate(widths))
@@ -93,7 +254,6 @@ def _launch(
         threadgroup=(plan.threads, 1, 1),
         output_shapes=[(*lead, width) for width in widths],
         output_dtypes=[x.dtype] * len(widths),
-        shared_memory=plan.shared_memory,
     )
 
 
@@ -109,56 +269,35 @@ def prepare_products(layer: Any, widths: Sequence[int]) -> None:
         parts = 1 if gated else len(widths)
         for tiles in _SHAPES:
             shape = _shape(tiles, outputs, layer["weight"].shape[1] * 8, gated)
-            plan = _plan(dtype, layer.group_size, tiles, shape, bias, gated, parts)
+            plan = _plan(dtype, layer.group_size, tiles, *shape, bias, gated, parts)
             prepare(plan.launch, plan.template, inputs, [dtype] * parts)
 
 
 def _tiles(rows: int) -> int:
-    """Returns how many tiles of 8 rows a group has: 1, 2, 4 or 8, so that few kernels are compiled."""
-    return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles or tiles == 8)
-
-
-class _Shape(NamedTuple):
-    """What a group of threads multiplies.
-
-    Attributes:
-        tiles: of outputs, 16 each, that a warp has.
-        warps: among which the inputs are divided.
-        run: the most steps of 64 inputs for which a warp loads everything together; 0 if rows are shared.
-        side: warps of a division, with different outputs, if rows are shared.
-        stages: as many steps are in shared memory, if rows are shared.
-    """
-
-    tiles: int
-    warps: int
-    run: int = 0
-    side: int = 1
-    stages: int = 0
+    """Returns how many tiles of 8 rows a group has: 1, 2 or 4, so that few kernels are compiled."""
+    return 1 if rows <= 8 else 2 if rows <= 16 else 4
 
 
 _SHAPES = {
-    1: {65536: _Shape(4, 8, 2), 8192: _Shape(2, 8, 2), 0: _Shape(1, 4, 4)},
-    2: {65536: _Shape(4, 4, 2), 8192: _Shape(2, 4, 2), 4096: _Shape(2, 8, 2), 0: _Shape(1, 8, 4)},
-    4: {4096: _Shape(2, 2, side=4, stages=4), 0: _Shape(1, 4, side=2, stages=4)},
-    8: {4096: _Shape(2, 2, side=4, stages=4), 0: _Shape(1, 4, side=2, stages=4)},
+    1: {65536: (2, 4, 2), 2048: (2, 8, 2), 0: (1, 4, 4)},
+    2: {6144: (2, 4, 2), 2048: (2, 8, 2), 0: (1, 8, 4)},
+    4: {65536: (4, 4, 1), 8192: (2, 4, 2), 0: (2, 8, 2)},
 }
-"""By tiles of rows and the least outputs. The fastest on an H200 for the products of an 8B model."""
+"""By tiles of rows and the least outputs: a group's tiles of outputs, its warps, and the most steps of a run. The
+fastest on an H200 for the products of models of 0.6B, 1.5B and 8B, as far as the number of outputs decides it."""
 
 
-_SHAPE_GATED = _Shape(2, 8, 2)
+_SHAPE_GATED = (2, 8, 2)
 """Of a gated product with so few outputs that a group would have one tile."""
 
 
-def _shape(tiles: int, outputs: int, inputs: int, gated: bool = False) -> _Shape:
-    """Returns the shape for so many tiles of rows. All warps have a run if there are enough inputs, and a run's scales
-    can be loaded together."""
+def _shape(tiles: int, outputs: int, inputs: int, gated: bool = False) -> tuple[int, int, int]:
+    """Returns tiles of outputs and warps of a group, and steps of a run. All warps have a run if there are enough
+    inputs, and a run's scales can be loaded together."""
     shape = next(shape for least, shape in _SHAPES[tiles].items() if outputs >= least)
-    if not shape.run:
-        return shape
-    if gated and shape.tiles == 1:
-        shape = _SHAPE_GATED
-    runs = (run for run in (4, 2) if run <= shape.run and inputs % (64 * run) == 0)
-    return shape._replace(run=next((run for run in runs if inputs >= 64 * run * shape.warps), 1))
+    output_tiles, warps, most = _SHAPE_GATED if gated and shape[0] == 1 else shape
+    runs = (run for run in (4, 2) if run <= most and inputs % (64 * run) == 0 and inputs >= 64 * run * warps)
+    return output_tiles, warps, next(runs, 1)
 
 
 @dataclass(frozen=True)
@@ -169,41 +308,37 @@ class _Plan:
     template: list[tuple[str, Any]]
     outputs: int
     threads: int
-    shared_memory: int
 
 
 @cache
-def _plan(dtype: mx.Dtype, group_size: int, tiles: int, shape: _Shape, bias: bool, gated: bool, parts: int) -> _Plan:
-    kind, ones, base_bits, minus_bits, base = KINDS[dtype]
-    body = MULTIPLY + (EACH_WARP_ITS_INPUTS if shape.run else SHARED_ROWS) + FINISH
-    for name, value in (
-        ("KIND", kind),
-        ("ONE_BITS", ones),
-        ("BASE_BITS", base_bits),
-        ("MINUS_BITS", minus_bits),
-        ("BASE", base),
-    ):
-        body = body.replace(name, value)
+def _plan(
+    dtype: mx.Dtype,
+    group_size: int,
+    tiles: int,
+    output_tiles: int,
+    warps: int,
+    run: int,
+    bias: bool,
+    gated: bool,
+    parts: int,
+) -> _Plan:
+    kind, ones, base_bits, base = KINDS[dtype]
+    body = (
+        (MULTIPLY + _BODY)
+        .replace("KIND", kind)
+        .replace("ONE_BITS", ones)
+        .replace("BASE_BITS", base_bits)
+        .replace("BASE", base)
+    )
     names = tuple(f"y{part}" for part in range(parts))
     chosen = names[-1]
     for part in reversed(range(parts - 1)):
         chosen = f"part == {part} ? {names[part]} : {chosen}"
     body = body.replace("PART", chosen)
-    template = [("T", dtype), ("GS", group_size), ("NT", tiles), ("BIAS", bias), ("GATED", gated), ("R", shape.tiles)]
-    if shape.run:
-        template += [("W", shape.warps), ("RUN", shape.run)]
-    else:
-        template += [("WN", shape.side), ("WK", shape.warps), ("STAGES", shape.stages)]
-    all_tiles = shape.tiles * shape.side
-    stage, sums = 8 * tiles * ROW_BYTES + all_tiles * TILE_BYTES, 4 * 8 * tiles * (16 * all_tiles + 4)
+    template = [("T", dtype), ("GS", group_size), ("NT", tiles), ("BIAS", bias), ("GATED", gated)]
+    template += [("R", output_tiles), ("W", warps), ("RUN", run)]
     launch = kernel(f"few_rows_{kind}_{parts}", _INPUTS, names, body)
-    return _Plan(
-        launch,
-        template,
-        16 * all_tiles // (2 if gated else 1),
-        32 * shape.warps * shape.side,
-        0 if shape.run else shape.warps * max(shape.stages * stage, sums),
-    )
+    return _Plan(launch, template, 16 * output_tiles // (2 if gated else 1), 32 * warps)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,9 @@ from typing import Any
 import mlx.core as mx
 
 from ....cluster.environment import default_home, kernels_wanted
+from .fat_binary import fat_binary
+
+logger = logging.getLogger(__name__)
 
 _CUDA = """
   const unsigned GROUP = blockIdx.x, THREAD = threadIdx.x, LANE = threadIdx.x & 31, WARP = threadIdx.x >> 5;
@@ -166,6 +170,7 @@ def prepare(launch: Any, template: Template, inputs: Sequence[mx.Dtype], outputs
         launch: what `kernel` returned.
     """
     if isinstance(launch, _CudaKernel):
+        _takes_compressed()
         launch.prepare(template, inputs, outputs)
 
 
@@ -207,6 +212,7 @@ class _CudaKernel:
         key = (*template, *(array.dtype for array in inputs), *output_dtypes)
         found = self._compiled.get(key)
         if not isinstance(found, tuple):
+            _takes_compressed()
             # If another thread could not compile it, this raises why.
             if isinstance(found, Future) and found.exception() is None:
                 found = found.result()
@@ -246,19 +252,21 @@ class _CudaKernel:
 
 def _kept(name: str, source: str) -> bytes:
     """Returns the kernel's binary for this device, from the disk if it is there."""
-    library, info = _nvrtc(), mx.device_info()
+    library = _nvrtc()
     assert library is not None
-    architecture = f"sm_{info['compute_capability_major']}{info['compute_capability_minor']}"
+    kind = "fatbin" if _takes_compressed() else "cubin"
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    path = default_home().kernels_folder / f"{name}-{architecture}-nvrtc-{major.value}.{minor.value}.cubin"
+    path = default_home().kernels_folder / f"{name}-sm_{_architecture()}-nvrtc-{major.value}.{minor.value}.{kind}"
     try:
         digest, binary = (content := path.read_bytes())[:32], content[32:]
         if hashlib.sha256(binary).digest() == digest:
             return binary
     except OSError:
         pass
-    binary = _compiled(library, name, source, architecture)
+    binary = _compiled(library, name, source)
+    if kind == "fatbin":
+        binary = fat_binary(binary, _architecture())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}")
@@ -270,8 +278,38 @@ def _kept(name: str, source: str) -> bytes:
     return binary
 
 
-def _compiled(library: ctypes.CDLL, name: str, source: str, architecture: str) -> bytes:
-    """Compiles a kernel.
+def _architecture() -> int:
+    info = mx.device_info()
+    return int(info["compute_capability_major"]) * 10 + int(info["compute_capability_minor"])
+
+
+@cache
+def _takes_compressed() -> bool:
+    """Whether the driver takes compressed binaries: one is tried. It is first called on a thread that computes."""
+    if (library := _nvrtc()) is None:
+        return False
+    name = "satchel_takes_compressed"
+    body = "{ y[threadIdx.x] = 3 * x[threadIdx.x]; }"
+    source = f'extern "C" __global__ void {name}(const unsigned int* x, unsigned int* y) {body}'
+    try:
+        (out,) = mx.fast.precompiled_cuda_kernel(
+            name=name,
+            compiled_source=fat_binary(_compiled(library, name, source), _architecture()),
+            inputs=[mx.array([1, 5], mx.uint32)],
+            output_shapes=[(2,)],
+            output_dtypes=[mx.uint32],
+            scalars=[],
+            grid=(2, 1, 1),
+            threadgroup=(2, 1, 1),
+        )
+        return out.tolist() == [3, 15]
+    except (RuntimeError, ValueError) as error:
+        logger.warning("CUDA's driver refuses compressed kernels, so decode steps take longer: %s", error)
+        return False
+
+
+def _compiled(library: ctypes.CDLL, name: str, source: str) -> bytes:
+    """Compiles a kernel for this device.
 
     Raises:
         RuntimeError: NVRTC refuses it; the message has its log.
@@ -284,7 +322,7 @@ def _compiled(library: ctypes.CDLL, name: str, source: str, architecture: str) -
 
     call(library.nvrtcCreateProgram, ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None)
     try:
-        option = ctypes.c_char_p(f"--gpu-architecture={architecture}".encode())
+        option = ctypes.c_char_p(f"--gpu-architecture=sm_{_architecture()}".encode())
         if library.nvrtcCompileProgram(program, 1, ctypes.byref(option)):
             call(library.nvrtcGetProgramLogSize, program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
