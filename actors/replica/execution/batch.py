@@ -298,7 +298,7 @@ class Batch(Prefilling):
             more = padded_count(len(given)) - len(given)
             pictures = [sequence.pictures for sequence in owners]
             extra = inputs.of_steps(places + [0] * more, pictures + [None] * more)
-        return step(mx.array(given, mx.uint32), caches, extra, new, numbers)
+        return step(given, caches, extra, new, numbers)
 
     @replayed
     def take_back(self, lengths: Sequence[int], *, clean: bool) -> None:
