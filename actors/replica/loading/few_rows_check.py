@@ -153,7 +153,7 @@ def _kernel_is_slower(layer: Any, rows: int, today: Callable[[mx.array], mx.arra
     def parts(x: mx.array) -> list[mx.array]:
         # Queries, keys and values are copied before other kernels read them. What reads gates needs no copy.
         found = mx.split(today(x), ends, axis=-1)
-        return found if gates(widths) else [mx.contiguous(part) for part in found]
+        return [part if gates(widths) else mx.contiguous(part) for part in found]
 
     ways = (parts if ends else today, lambda x: multiply(layer, x, widths))
     today_s, kernel_s = (_product_s(product, inputs) for product in ways)
