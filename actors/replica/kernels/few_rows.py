@@ -279,9 +279,9 @@ def _tiles(rows: int) -> int:
 
 
 _SHAPES = {
-    1: {65536: (2, 4, 2), 2048: (2, 8, 2), 0: (1, 4, 4)},
-    2: {6144: (2, 4, 2), 2048: (2, 8, 2), 0: (1, 8, 4)},
-    4: {65536: (4, 4, 1), 8192: (2, 4, 2), 0: (2, 8, 2)},
+    1: {65536: (2, 4, 2), 8192: (1, 4, 4), 0: (1, 8, 4)},
+    2: {8192: (2, 4, 2), 4096: (2, 8, 2), 0: (1, 8, 4)},
+    4: {8192: (2, 4, 2), 0: (2, 8, 2)},
 }
 """By tiles of rows and the least outputs: a group's tiles of outputs, its warps, and the most steps of a run. The
 fastest on an H200 for the products of models of 0.6B, 1.5B and 8B, as far as the number of outputs decides it."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 FAR_TOKENS_MAX = 131_072
 """The length that a test sequence claims to have, to show whether recorded steps compute the same at a far position."""
 
-TIMED_STEPS, TIMED_ROUNDS = 8, 4
+TIMED_STEPS, TIMED_ROUNDS = 8, 5
 LONG_SEQUENCES, LONG_BLOCKS = 8, 32
 """With these histories a step takes a device longer than its host, so that a faster kernel shows."""
 
@@ -53,7 +54,7 @@ TRIES_MAX = 2
 """After so many processes that ended while kernels were tried, they are not tried again. One may have been stopped."""
 
 _FAILS, _TRYING = "fails:", "trying_kernels"
-_WHAT, _VERSION = "decode_way", 6
+_WHAT, _VERSION = "decode_way", 7
 """Increased whenever the ways, or their tests, change."""
 
 
@@ -323,24 +324,28 @@ def _why_not_compiled(
 def _recorded_steps_s(
     model: Any, steps: tuple[CompiledStep, CompiledStep], caches: Sequence[PagedKVCache], *, tensor: bool = False
 ) -> list[tuple[float, float]]:
-    """Returns the shortest times of steps in both ways, in seconds, of some rounds.
+    """Returns the times of a step in both ways, in seconds, of some rounds.
 
     Args:
         tensor: whether the second way is with tensor cores.
     """
     tokens = mx.zeros((len(caches[0].lengths),), mx.uint32)
 
-    def shortest(step: CompiledStep, cores: bool) -> float:
-        times = []
+    def step_s(step: CompiledStep, cores: bool) -> float:
+        began, last = time.perf_counter(), tokens
         with decode_kernel.tensor_cores(cores):
+            # As when a model decodes: a step is launched before the one before it is waited for.
             for _ in range(TIMED_STEPS):
-                began = time.perf_counter()
-                mx.eval(step(tokens, caches, {}))
-                times.append(time.perf_counter() - began)
-        return min(times)
+                logits = step(tokens, caches, {})
+                assert logits is not None
+                mx.async_eval(logits)
+                mx.eval(last)
+                last = logits
+            mx.eval(last)
+        return (time.perf_counter() - began) / TIMED_STEPS
 
     # Each has to be recorded first.
-    found = [(shortest(steps[0], False), shortest(steps[1], tensor)) for _ in range(TIMED_ROUNDS + 1)]
+    found = [(step_s(steps[0], False), step_s(steps[1], tensor)) for _ in range(TIMED_ROUNDS + 1)]
     return found[1:]
 
 
@@ -385,8 +390,8 @@ def _far(spec: ModelCacheSpec, caches: list[Any], source: Sequence[Any], block: 
 
 
 def is_faster(timed: Sequence[tuple[float, float]]) -> bool:
-    """Whether the second of two ways took less time in every round."""
-    return all(after_s < before_s for before_s, after_s in timed)
+    """Whether the second of two ways took less time in most rounds."""
+    return median(after_s / before_s for before_s, after_s in timed) < 1
 
 
 def _batch_steps(
