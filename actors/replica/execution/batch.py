@@ -57,7 +57,7 @@ class Batch(Prefilling):
             self._compiled = (
                 CompiledStep(self._model, loaded.deferral, loaded.adapters.adapted, loaded.fusions)
                 if record is None
-                else record(loaded.deferral)
+                else record(loaded.deferral, loaded.fusions)
             )
         self._micro_batches: list[Any] = [MicroBatch()]
         # The number of the micro-batch that decode steps are about.

@@ -65,7 +65,11 @@ class Part(Protocol):
         words: of it, for errors.
         logits: whether what it computes are logits.
         leads: whether its process leads the group, and has a vision model's encoder. Known once a model was cut.
+        shared: whether others have equal shares of its layers.
     """
+
+    @property
+    def shared(self) -> bool: ...
 
     @property
     def words(self) -> str: ...
@@ -105,6 +109,8 @@ class Part(Protocol):
 
 class StagePart:
     """Layers [start, stop) of a model."""
+
+    shared = False
 
     def __init__(self, start: int, stop: int) -> None:
         self._start, self._stop = start, stop
@@ -258,7 +264,7 @@ def load_part(
         if installed and spec.policy is not None:
             progress(f"testing how {whose} read their KV", None)
             known = Findings(trials, identity(multiplied).model_id)
-            way = replace(fastest(model, spec, context, known, whole=False), drafts=False)
+            way = replace(fastest(model, spec, context, known, whole=False, shared=part.shared), drafts=False)
     loaded = LoadedModel(
         model=model,
         folder=folder,

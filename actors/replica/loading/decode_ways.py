@@ -67,6 +67,7 @@ def fastest(
     tried: Tried = nobody,
     *,
     whole: bool = True,
+    shared: bool = False,
 ) -> DecodeWay:
     """Tests the ways of this device, or takes what an earlier load found. Failed tests are logged.
 
@@ -75,8 +76,9 @@ def fastest(
         findings: of this model with KV of this spec.
         pieces: a piece ends after each step of a test, and after each layer of a prompt.
         tried: is told each way that is tested now.
-        whole: False for a part of a divided model. It fuses neither sums nor gates: a stage needs the sums themselves,
-            and shares must decode in one way, which a test of the time may decide differently.
+        whole: False for a part of a divided model, which fuses no sums: a stage passes the sums themselves on.
+        shared: whether others have equal shares of its layers. They must decode in one way, so nothing is decided by a
+            test of the time, which may end differently.
     """
     if on_gpu() and kernels_wanted() is False:
         # Not stored: the variable may be gone at the next load.
@@ -101,7 +103,7 @@ def fastest(
         raised.extend([trial.way] if _FAILS in trial.reason else [])
         tried(trial)
 
-    found = _found(model, spec, context_tokens, pieces, told, whole)
+    found = _found(model, spec, context_tokens, pieces, told, whole=whole, shared=shared)
     decode_kernel.use_tensor_cores(found.tensor)
     if kernels:
         findings.note(_TRYING, _VERSION, 0)
@@ -136,7 +138,14 @@ def _known(found: Any) -> DecodeWay | None:
 
 
 def _found(
-    model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces, tried: Tried, whole: bool
+    model: Any,
+    spec: ModelCacheSpec,
+    context_tokens: int,
+    pieces: Pieces,
+    tried: Tried,
+    *,
+    whole: bool,
+    shared: bool,
 ) -> DecodeWay:
     # What an earlier model of this process uses is no reference.
     decode_kernel.use_tensor_cores(False)
@@ -163,8 +172,8 @@ def _found(
     if reason:
         logger.warning("decode steps are not compiled: %s", reason)
         return DecodeWay(wanted, reason=reason, drafts=drafts)
-    reason = "it has none of the kinds that are known" if whole else "it is a part of a model"
-    for fusions in _fusions(model) if whole else ():
+    reason = "others have shares of its layers" if shared else "it has none of the kinds that are known"
+    for fusions in () if shared else _fusions(model, sums=whole):
         reason, fused_drafts = why_not(fused := replace(how, fusions=fusions), how)
         if not reason:
             how, drafts = fused, fused_drafts
@@ -172,8 +181,7 @@ def _found(
             break
     if reason:
         logger.info("residual sums and gates are not computed with what is beside them: %s", reason)
-    # Parts of a divided model must decode in one way, which a test of the time may decide differently.
-    if whole and spec.policy is not None and spec.policy.quantizes and decode_kernel.has_tensor_cores():
+    if not shared and spec.policy is not None and spec.policy.quantizes and decode_kernel.has_tensor_cores():
         reason, tensor_drafts = why_not(tensor := replace(how, tensor=True), how)
         if not reason and (tensor_drafts or not drafts):
             return tensor.way(drafts=drafts)
@@ -210,17 +218,19 @@ class _Recording:
         )
 
 
-def _fusions(model: Any) -> list[tuple[ResidualSums | FusedProducts, ...]]:
-    """Returns what may be computed by fewer operations, the first of which is used that agrees and takes less time."""
+def _fusions(model: Any, *, sums: bool) -> list[tuple[ResidualSums | FusedProducts, ...]]:
+    """Returns what may be computed by fewer operations, the first of which is used that agrees and takes less time.
+
+    Args:
+        sums: whether residual sums may be.
+    """
     products = FusedProducts(model)
-    if products.is_empty and on_cuda():
-        # Measured on an H200: a kernel for sums and norms takes longer than both alone.
-        return []
-    if products.is_empty:
-        sums = ResidualSums(model)
-        return [] if sums.is_empty else [(sums,)]
-    sums = ResidualSums(model, products)
-    return [(products,)] if sums.is_empty else [(products, sums), (products,)]
+    # Measured on an H200: a kernel for sums and norms takes longer than both alone.
+    with_norms = sums and not (products.is_empty and on_cuda())
+    residual = ResidualSums(model, None if products.is_empty else products) if with_norms else None
+    own = () if products.is_empty else (products,)
+    found = [] if residual is None or residual.is_empty else [(*own, residual)]
+    return [*found, own] if own else found
 
 
 def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces, told: Tried) -> str:

@@ -72,7 +72,7 @@ class Share:
 class SharePart:
     """A rank's share of every layer; a `loading.Part`."""
 
-    logits = True
+    logits = shared = True
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
