@@ -16,7 +16,7 @@ import msgpack
 
 from ...cluster.errors import SatchelError, from_wire
 
-VERSION = 32
+VERSION = 33
 """Of all methods and messages: both sides must run the same one."""
 
 T = TypeVar("T")
@@ -146,8 +146,10 @@ def _flattener(cls: type[Any]) -> Callable[[Any], Any] | None:
     """Returns the function that turns a message of this class into plain data; None if it is not a message class."""
     if not is_dataclass(cls):
         return None
+    if (to_wire := getattr(cls, "to_wire", None)) is not None:
+        return to_wire
     names = [each.name for each in fields(cls)]
-    return getattr(cls, "to_wire", None) or (lambda value: [_plain(getattr(value, name)) for name in names])
+    return lambda value: [one if type(one := getattr(value, name)) in _ATOMS else _plain(one) for name in names]
 
 
 def _build(cls: type[T], values: Any) -> T:
