@@ -52,6 +52,7 @@ AHEAD = 64
 `RENEWED_S`, the next call asks for as many again."""
 
 RENEWED_S = 0.25
+"""Whoever answers learns at least so often that somebody still asks, as long as answers come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -322,6 +322,42 @@ async def test_much_at_once_makes_no_slow_reader():
     assert not backend.links["a"].aborted
 
 
+async def test_what_came_since_the_last_update_was_read_is_one_update():
+    """A replica sends frames ahead. An endpoint that is slower than it sends fewer events, not ever more of them."""
+    backend = FakeBackend(a=[])
+    sequence = generation(backend)
+    await sequence.start()
+    link, updates = backend.links["a"], aiter(sequence)
+    for token in range(3):
+        link.say(token)
+    assert (await anext(updates)).tokens == [0, 1, 2]
+    link.say(3)
+    assert (await anext(updates)).tokens == [3]
+    link.say(4)
+    link.say(5, finish="length")
+    last = await anext(updates)
+    assert (last.tokens, last.finish) == ([4, 5], "length")
+    assert [update async for update in updates] == []
+
+
+async def test_tokens_before_a_loss_are_read_before_the_sequence_goes_on():
+    backend = FakeBackend(a=[], b=[])
+    sequence = generation(backend)
+    await sequence.start()
+    for token in (1, 2):
+        backend.links["a"].say(token)
+    backend.links["a"].lose()
+    updates = aiter(sequence)
+    assert (await anext(updates)).tokens == [1, 2]
+    going_on = asyncio.ensure_future(anext(updates))
+    async with asyncio.timeout(20):
+        while not backend.links["b"].taken:
+            await asyncio.sleep(0)
+    assert backend.links["b"].taken[-1].prompt == [*REQUEST.prompt, 1, 2]
+    backend.links["b"].say(3, finish="stop")
+    assert (await going_on).tokens == [3]
+
+
 async def test_a_reader_that_reads_may_read_any_amount():
     backend = FakeBackend(a=[])
     sequence = generation(backend)
