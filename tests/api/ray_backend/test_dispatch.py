@@ -16,7 +16,6 @@ from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
 from satchel.actors.protocol.router_messages import Decision, SequenceLeft
-from satchel.actors.protocol.updates import merged
 from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.connection import SENT_MAX, ReplicaConnection, SentPictures
 from satchel.api.ray_backend.sequences import ATTEMPTS, RayGeneration
@@ -440,18 +439,6 @@ def test_of_very_many_pictures_the_latest_are_remembered():
     assert sent.without(first) is first and sent.without(last).media[0].pixels == []
     other = replace(last, root_id=b"s" * 32)
     assert sent.without(other) is other, "another tenant's picture is another one"
-
-
-def test_merged_updates_keep_every_tokens_logprobs():
-    """An update without tokens has no logprobs, whichever comes first."""
-    entries = [(-0.5, [(7, -0.5)]), (-1.0, [(8, -1.0)]), (-2.0, [(9, -2.0)])]
-    first = SequenceUpdate("r", [], cached_tokens=5)
-    whole = first
-    for token, entry in zip([7, 8, 9], entries, strict=True):
-        whole = merged(whole, SequenceUpdate("r", [token], logprobs=[entry]))
-    whole = merged(whole, SequenceUpdate("r", [], "stop"))
-    assert whole == SequenceUpdate("r", [7, 8, 9], "stop", 5, None, entries)
-    assert merged(first, SequenceUpdate("r", [7])).logprobs is None
 
 
 CPU, GPU = b"c" * 32, b"g" * 32
