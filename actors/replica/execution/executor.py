@@ -352,20 +352,16 @@ class BatchExecutor(Batch):
     def _ready(self, tokens: Sequence[int], draw: tuple[Draw, list[str | None]] | None) -> list[Ready]:
         """Returns the inputs of a step, as the step before drew them."""
         drawn = {} if draw is None else read(*draw)
-        for sequence in self._sequences:
-            if sequence.moved is not None:
-                ready, _ = sequence.moved
-                drawn[sequence.sequence_id], sequence.moved = (ready.sound, ready.logprobs), None
-        return [
-            Ready(
-                sequence.sequence_id,
-                token,
-                *drawn[sequence.sequence_id],
-                "" if sequence.grammar is None else sequence.grammar.failure,
-            )
-            for sequence, token in zip(self._sequences, tokens, strict=True)
-            if sequence.fed
-        ]
+        ready = []
+        for sequence, token in zip(self._sequences, tokens, strict=True):
+            name, moved = sequence.sequence_id, sequence.moved
+            if moved is not None:
+                drawn[name], sequence.moved = (moved[0].sound, moved[0].logprobs), None
+            if sequence.fed:
+                sound, logprobs = drawn[name]
+                failure = "" if sequence.grammar is None else sequence.grammar.failure
+                ready.append(Ready(name, token, sound, logprobs, failure))
+        return ready
 
     def _step_ahead(self, inputs: mx.array, drafts: list[list[int]]) -> list[Ready]:
         """As `step`, but computes a draft after each input; see `drafts.py`. Waits for what is drawn."""
