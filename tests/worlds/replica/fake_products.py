@@ -51,14 +51,12 @@ def cuda() -> Iterator[list[str]]:
 _quantized_matmul = mx.quantized_matmul
 
 
-def quantized_matmul(
-    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None = None, *how: Any, **named: Any
-) -> mx.array:
+def quantized_matmul(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *how: Any, **named: Any) -> mx.array:
     """Products of float16 are added up in float32, as on a GPU. On a CPU MLX takes thirty times as long for others."""
     if x.dtype != mx.float16:
         return _quantized_matmul(x, w, scales, biases, *how, **named)
-    wide = [None if each is None else each.astype(mx.float32) for each in (scales, biases)]
-    return _quantized_matmul(x.astype(mx.float32), w, *wide, *how, **named).astype(x.dtype)
+    wide, scales, biases = (each.astype(mx.float32) for each in (x, scales, biases))
+    return _quantized_matmul(wide, w, scales, biases, *how, **named).astype(x.dtype)
 
 
 def product(layer: Any, x: mx.array, widths: Sequence[int], add: mx.array | None = None) -> list[mx.array]:
