@@ -72,7 +72,7 @@ class Share:
 class SharePart:
     """A rank's share of every layer; a `loading.Part`."""
 
-    logits = shared = True
+    logits = True
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -91,6 +91,11 @@ class SharePart:
     def leads(self) -> bool:
         """As `loading.Part.leads`."""
         return self._ranks.rank() == self._ranks.size() - 1
+
+    @property
+    def shares(self) -> int:
+        """As `loading.Part.shares`."""
+        return self._ranks.size()
 
     def cut(self, opened: Opened) -> None:
         """As `loading.Part.cut`."""
