@@ -16,16 +16,18 @@ from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 from ...model_files.context import language_parts
 from ...model_files.weights import WeightFile
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import on_cuda
 from ..execution.recorded.deferral import likely_transforms
-from ..kernels import block_kernels, decode_kernel, gpu_kernels, prefill_kernel, sealing
+from ..kernels import block_kernels, decode_kernel, few_rows, gpu_kernels, prefill_kernel, sealing
 from ..kernels.decode_views import KernelStep, KernelView, NewTokens
 from ..kernels.head_transform import NOTHING, HeadTransform
 from ..kernels.sealing import POLICIES, Sealed, SealPolicy
+from .joined import concatenated
 from .kv_choice import AUTO, USUAL
 
 logger = logging.getLogger(__name__)
@@ -110,9 +112,11 @@ class KernelsAhead:
         Args:
             model: with lazy weights, of which none is read.
         """
-        if self.decodes:
-            with gpu_kernels.only_preparing():
-                _each([lambda: _decode(self.shapes, self.policy, likely_transforms(model, self.shapes.dim))])
+        if not self.decodes:
+            return
+        with gpu_kernels.only_preparing():
+            _each([lambda: _decode(self.shapes, self.policy, likely_transforms(model, self.shapes.dim))])
+        _each([lambda: [_products(module) for _, module in model.named_modules()]])
 
 
 def begin(
@@ -215,6 +219,23 @@ def _decode(shapes: Shapes, policy: SealPolicy, transforms: Sequence[HeadTransfo
     for transform in transforms:
         view = KernelView(*shapes.both(1), step, lambda dim, transform=transform: transform)
         decode_kernel.attend(shapes.tokens(shapes.heads, 1), view, policy, 1.0, shapes.sunk())
+
+
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that mostly become one product (`joined.py`)."""
+
+
+def _products(module: Any) -> None:
+    """Begins the products of few rows of a module's layers."""
+    layers: dict[str, Any] = {
+        name: child for name, child in module.items() if isinstance(child, nn.Module) and few_rows.fits(child)
+    }
+    for names in _JOINED:
+        if all(name in layers for name in names):
+            together = [layers.pop(name) for name in names]
+            few_rows.prepare_products(concatenated(together), [layer.weight.shape[0] for layer in together])
+    for layer in layers.values():
+        few_rows.prepare_products(layer, (layer.weight.shape[0],))
 
 
 def _write_records(pool: Sealed, slots: mx.array, order: mx.array, layers: int) -> None:

@@ -9,15 +9,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from satchel.actors.model_files.checkpoints import load_checkpoint
 from satchel.actors.model_files.weights import Tensor, WeightFile
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.group import loading as parts
 from satchel.actors.replica.group.tensor.model import SharePart
 from satchel.actors.replica.group.tensor.ranks import Ranks
-from satchel.actors.replica.kernels import gpu_kernels
+from satchel.actors.replica.kernels import few_rows, gpu_kernels
 from satchel.actors.replica.kv.caches import PooledBlock, into_pool, out_of_pool
 from satchel.actors.replica.kv.paged_cache import Reads
-from satchel.actors.replica.loading import kernels_ahead, models
+from satchel.actors.replica.loading import few_rows_check, joined, kernels_ahead, models
 from satchel.actors.replica.loading.kernels_ahead import Shapes
 from tests.worlds.models.families import write_model
 from tests.worlds.replica import compiled_kernels
@@ -176,3 +177,24 @@ def test_a_device_without_nvrtc_begins_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernels_ahead, "_launches", lambda *_, **__: pytest.fail("it has no kernels"))
     monkeypatch.setattr(gpu_kernels, "has_nvrtc", lambda: False)
     assert kernels_ahead.begin(CONFIG, QUANTIZED_WEIGHTS, None, "q4") is None
+
+
+def test_products_are_begun_as_they_are_joined_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = write_model(tmp_path / "model", "qwen2", bits=4, group_size=64)
+    model = load_checkpoint(folder, trusted=False)[0]
+    model.set_dtype(mx.bfloat16)
+    begun: set[str] = set()
+    monkeypatch.setattr(few_rows, "kernel", lambda name, *_: name)
+    monkeypatch.setattr(few_rows, "prepare", lambda *given: begun.add(str(given)))
+    few_rows._plan.cache_clear()
+    for _, module in model.named_modules():
+        kernels_ahead._products(module)
+    ahead = {*begun}
+    begun.clear()
+    assert joined.join(model, model) == 2 * len(model.layers)
+    monkeypatch.setattr(few_rows_check, "on_cuda", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "is_available", lambda: True)
+    monkeypatch.setattr(few_rows_check, "_bounds", lambda *_: [2, 0])
+    few_rows_check.install(model)
+    few_rows._plan.cache_clear()
+    assert begun and begun <= ahead
