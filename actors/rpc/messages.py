@@ -91,7 +91,8 @@ class DirectWriter:
                 except BlockingIOError:
                     sent = 0
                 except OSError:
-                    # The event loop will find out too.
+                    # If there was only no memory for it, the connection would stay, and the caller wait for an answer.
+                    self._loop.call_soon_threadsafe(self._transport.abort)
                     return False
                 if sent == len(data):
                     return True

@@ -125,7 +125,7 @@ class Drafts:
 
 def _hope(sequence: ExecutorSequence) -> Hope:
     drafter = sequence.drafter
-    # The step that fills a block has one token: a sealed block cannot be taken back.
+    # A sequence that fills its block has one token in that step: a sealed block cannot be taken back.
     room = BLOCK_TOKENS - 2 - sequence.length % BLOCK_TOKENS
     most = min(NEW_MOST - 1, sequence.tokens_max - sequence.length - 1, room)
     if sequence.forced:

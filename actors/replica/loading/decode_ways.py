@@ -77,8 +77,8 @@ def fastest(
         pieces: a piece ends after each step of a test, and after each layer of a prompt.
         tried: is told each way that is tested now.
         whole: False for a part of a divided model, which fuses no sums: a stage passes the sums themselves on.
-        shared: whether others have equal shares of its layers. They must decode in one way, so nothing is decided by a
-            test of the time, which may end differently.
+        shared: whether others have equal shares of its layers. They must record the same steps, so gates and tensor
+            cores are not used: a test of the time decides about them, which may end differently in each process.
     """
     if on_gpu() and kernels_wanted() is False:
         # Not stored: the variable may be gone at the next load.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -44,7 +45,9 @@ class _Consumer:
     `frames` counts the frames that it was given; `seen` is the time of its last call.
 
     If it asks ahead, frames go to `answers`, and `ends` is the number of the first one that it has not asked for;
-    `given` is the time of the last one. Then there are `updates` only if it has not asked for the next frame."""
+    `given` is the time of the last one. Then there are `updates` only if it has not asked for the next frame.
+
+    If `broken`, some of its updates could not be sent. So its sequences cannot be trusted, and end with its lease."""
 
     seen: float
     updates: dict[str, SequenceUpdate] = field(default_factory=dict)
@@ -56,6 +59,7 @@ class _Consumer:
     given: float = 0.0
     woken: bool = False
     beats: bool = False
+    broken: bool = False
 
 
 class Consumers:
@@ -99,12 +103,14 @@ class Consumers:
         if state is None:
             return None
         with self._lock:
+            if state.broken:
+                return None
             state.seen, state.answers = time.monotonic(), None
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timing.report_s):
                 await state.ready.wait()
         with self._lock:
-            if self._consumers.get(consumer) is not state or state.frames != number:
+            if self._consumers.get(consumer) is not state or state.broken or state.frames != number:
                 return None
             state.frames += 1
             state.ready.clear()
@@ -117,7 +123,7 @@ class Consumers:
         without any. The frames before may still be on their way, if they were sent to equal `answers`."""
         state = self._consumer(consumer) if number == 0 else self._consumers.get(consumer)
         with self._lock:
-            if state is None or (number != state.frames if answers != state.answers else number > state.frames):
+            if state is None or state.broken or not self._follows(state, number, answers):
                 answers.send(encode(None))
                 return
             now = time.monotonic()
@@ -129,6 +135,10 @@ class Consumers:
         if not state.beats:
             state.beats = True
             self._loop.call_later(self._timing.report_s, self._beat, consumer, state)
+
+    def _follows(self, consumer: _Consumer, number: int, answers: FrameAnswers) -> bool:
+        """Whether a consumer that has received so many frames has lost none."""
+        return number <= consumer.frames if answers == consumer.answers else number == consumer.frames
 
     def _beat(self, consumer: str, state: _Consumer) -> None:
         """Sends an empty frame if no other was sent for a while."""
@@ -143,12 +153,26 @@ class Consumers:
         self._loop.call_later(left_s, self._beat, consumer, state)
 
     def deliver(self, updates: dict[str, list[SequenceUpdate]]) -> None:
-        """Sends updates, by consumer, or adds them to the next frames. Called on any thread."""
+        """Sends updates, by consumer, or adds them to the next frames. Called on any thread. If those of a consumer
+        cannot be sent, only that consumer ends."""
         with self._lock:
             for name, news in updates.items():
                 consumer = self._consumers.get(name)
-                if consumer is not None:
+                if consumer is None or consumer.broken:
+                    continue
+                try:
                     self._take(consumer, news)
+                except Exception:
+                    # The engine's thread must survive it, or the process ends.
+                    logger.exception("updates could not be sent to consumer %s", name)
+                    self._break(consumer)
+
+    def _break(self, consumer: _Consumer) -> None:
+        consumer.broken, consumer.seen = True, -math.inf
+        if consumer.answers is not None:
+            consumer.answers.send(encode(None))
+            consumer.answers = None
+        self._loop.call_soon_threadsafe(consumer.ready.set)
 
     def _take(self, consumer: _Consumer, news: list[SequenceUpdate]) -> None:
         for update in news:

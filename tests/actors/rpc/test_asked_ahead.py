@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import closing
@@ -139,6 +140,22 @@ async def _overflows(actor: Counting, frames: AskedAhead) -> None:
 async def test_a_method_that_fails_is_told(actor: Counting, frames: AskedAhead):
     with pytest.raises(ValueError, match="failed"):
         await frames.remote(b"fails")
+
+
+async def test_an_answer_that_cannot_be_written_ends_the_connection(actor: Counting, frames: AskedAhead):
+    """Otherwise its caller would wait for it."""
+    answer = frames.remote(b"0")
+    await actor.came.wait()
+    assert actor.to is not None
+    writer = actor.to.connection._writer
+    assert writer._socket is not None
+    writer._socket.close()
+    writer._socket = socket.socket()
+    assert actor.say(b"x") == [False]
+    with pytest.raises(ConnectionError):
+        async with asyncio.timeout(10):
+            await answer
+    assert writer._socket is None
 
 
 async def test_a_connection_that_ends_is_known_on_both_sides(

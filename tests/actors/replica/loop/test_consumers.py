@@ -208,6 +208,27 @@ async def test_whose_lease_runs_out_is_told_where_its_frames_went():
     readers.all._reaper.cancel()
 
 
+async def test_updates_that_cannot_be_sent_end_their_consumer_and_no_other(readers: Readers):
+    """They are sent on the engine's thread, without which the process is useless."""
+    asked, other = Asked(), Asked()
+    readers.all.sequences("c").add("s")
+    readers.all.send_ahead("c", 0, asked)
+    readers.all.send_ahead("d", 0, other)
+    unsendable = SequenceUpdate("r", [], "error", error={"message": "a file named \udcff"})
+    readers.all.deliver({"c": [unsendable], "d": [SequenceUpdate("r", [1])]})
+    assert (asked.take(), other.take()) == ([None], [[[1]]])
+    readers.say("c", 2)
+    readers.all.send_ahead("c", 0, asked)
+    assert asked.take() == [None], "an update is missing"
+    assert await readers.hears("c", 0) is None
+    async with asyncio.timeout(10):
+        while not readers.ended:
+            await asyncio.sleep(0.05)
+    assert readers.ended == ["s"]
+    readers.say("d", 2)
+    assert other.take()[-1] == [[2]]
+
+
 @pytest.mark.parametrize("actor", [ReplicaActor, KVStoreActor, RouterActor])
 def test_no_actor_answers_with_a_generator(actor: type):
     """Before one ends, Ray waits on the actor's event loop until its caller has acknowledged every item."""
