@@ -31,6 +31,7 @@ from satchel.actors.replica.device.device import on_gpu
 from satchel.cluster import environment
 from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.home import Home, ensure_token, prepare_home
+from satchel.cluster.processes import keep_to_the_end
 from tests.worlds.replica.failed_tasks import forget_failed_tasks
 
 # How long an example takes depends on what else runs.
@@ -118,7 +119,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        gc.freeze()
+        keep_to_the_end()
         gc.set_threshold(20_000)
         gc.enable()
 

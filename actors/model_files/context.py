@@ -45,7 +45,7 @@ def context_length(config: Mapping[str, Any], arguments: object = None) -> Conte
         config: of config.json.
         arguments: the library's own object for the model's settings; its default counts if the config has no value.
     """
-    for part in _language_parts(config):
+    for part in language_parts(config):
         stated = _stated(part)
         if stated:
             return ContextLength(max(stated, _scaled(part)))
@@ -53,11 +53,12 @@ def context_length(config: Mapping[str, Any], arguments: object = None) -> Conte
     return ContextLength(default or GUESS, guessed=True)
 
 
-def _language_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields the inner parts first: an outer value may belong to another part."""
+def language_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields the parts of a config that are about language, and the whole of it. The inner parts come first: an
+    outer value may belong to another part."""
     for name in _PARTS:
         if isinstance(inner := config.get(name), Mapping):
-            yield from _language_parts(inner)
+            yield from language_parts(inner)
     yield config
 
 

@@ -182,7 +182,8 @@ TokenLogprobs = tuple[float, list[tuple[int, float]]]
 the model's own distribution, before bias, penalties, temperature and filters."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: one is made for every token, and that takes a third of the time then. Nobody changes it.
+@dataclass(slots=True)
 class SequenceUpdate:
     """What one sequence produced since the last frame.
 

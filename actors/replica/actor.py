@@ -30,6 +30,7 @@ from ...cluster.errors import (
     InvalidRequest,
     ModelLoadError,
     NoReplica,
+    OtherVersion,
     SatchelError,
     Unavailable,
 )
@@ -54,7 +55,8 @@ from ..protocol.replica_messages import (
 )
 from ..protocol.speech_messages import SpeechRequest, SpeechUpdate
 from ..rpc.client import actor_handle
-from ..rpc.local import LocalAddress, LocalServer
+from ..rpc.codec import encode_error
+from ..rpc.local import Answers, LocalAddress, LocalServer
 from ..rpc.shell import answers
 from ..supervision.stall import pause_s
 from ..supervision.watchdog import ENGINE, Watchdog
@@ -136,10 +138,9 @@ class ReplicaActor:
         self._looking: set[str] = set()
         self._following: set[str] = set()
         self._waiting: set[asyncio.Task[None]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._consumers: Consumers | None = None
         # Also `abort`: through Ray it could overtake a long prompt, which would then be computed for nobody.
-        self._near = LocalServer(self, "next_frame", "submit", "abort")
+        self._near = LocalServer(self, "next_frame", "submit", "abort", ahead={"next_frame": self._send_ahead})
         self._asked = True
         self._watchdog = Watchdog(replica_actor_name(name), poll_s=timing.heartbeat_s)
         self._watchdog.start()
@@ -312,6 +313,15 @@ class ReplicaActor:
     async def next_frame(self, consumer: str, number: int) -> list[SequenceUpdate] | None:
         return await self._known().next_frame(consumer, number)
 
+    def _send_ahead(self, call: bytes, frames: Answers) -> None:
+        """Answers `next_frame` for the frame that is asked for, and for the next ones."""
+        try:
+            consumer, number = ReplicaClient.next_frame.asked(call)
+        except (TypeError, ValueError) as error:
+            frames.send(encode_error(OtherVersion(str(error))))
+        else:
+            self._known().send_ahead(consumer, number, frames)
+
     @answers(ReplicaClient.local_address)
     async def local_address(self) -> LocalAddress:
         return await self._near.address()
@@ -432,8 +442,7 @@ class ReplicaActor:
     def _known(self) -> Consumers:
         """Returns the consumers, created at the first call because the event loop starts after this object."""
         if self._consumers is None:
-            self._loop = asyncio.get_running_loop()
-            self._watchdog.watch("event loop", self._loop.call_soon_threadsafe)
+            self._watchdog.watch("event loop", asyncio.get_running_loop().call_soon_threadsafe)
             self._consumers = Consumers(self._take_out, self._timing)
         return self._consumers
 
@@ -503,8 +512,9 @@ class ReplicaActor:
         self._loading.what, self._loading.fraction = what, fraction
 
     def _send(self, updates: dict[str, list[SequenceUpdate]]) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._deliver, updates)
+        # Sequences come from consumers, so there are some.
+        if self._consumers is not None:
+            self._consumers.deliver(updates)
 
     def _pause(self) -> None:
         """Waits if earlier processes of this replica ended soon after their start, longer every time: a replica that

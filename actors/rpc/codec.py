@@ -10,23 +10,26 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgpack
 
 from ...cluster.errors import SatchelError, from_wire
 
-VERSION = 32
+VERSION = 33
 """Of all methods and messages: both sides must run the same one."""
+
+PACK_BYTES = 4096
+"""The memory with which a value is packed at first; it grows. By default it is so much that the system has to be asked
+for it each time."""
 
 T = TypeVar("T")
 
 
 def encode(value: Any) -> bytes:
     """Returns a value as bytes."""
-    packed = msgpack.packb([VERSION, _plain(value)])
-    assert packed is not None
-    return packed
+    return _packed([VERSION, _plain(value)])
 
 
 def encode_call(values: Iterable[Any], context: Sequence[str] = ()) -> bytes:
@@ -35,14 +38,16 @@ def encode_call(values: Iterable[Any], context: Sequence[str] = ()) -> bytes:
     Args:
         context: what travels with a call besides its arguments.
     """
-    packed = msgpack.packb([VERSION, [_plain(value) for value in values], *([list(context)] if context else [])])
-    assert packed is not None
-    return packed
+    return _packed([VERSION, [_plain(value) for value in values], *([list(context)] if context else [])])
 
 
 def encode_error(error: SatchelError) -> bytes:
     """Returns bytes that take an answer's place: `unpack` raises the error."""
-    packed = msgpack.packb([VERSION, None, error.to_wire()])
+    return _packed([VERSION, None, error.to_wire()])
+
+
+def _packed(value: Any) -> bytes:
+    packed = msgpack.Packer(buf_size=PACK_BYTES).pack(value)
     assert packed is not None
     return packed
 
@@ -131,11 +136,11 @@ _ATOMS = frozenset((types.NoneType, bool, int, float, str, bytes))
 def _plain(value: Any) -> Any:
     if type(value) in _ATOMS:
         return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value] if value and _flattener(type(value[0])) is not None else value
     flatten = _flattener(type(value))
     if flatten is not None:
         return flatten(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value] if value and _flattener(type(value[0])) is not None else value
     if isinstance(value, (dict, Mapping)):
         return {k: _plain(v) for k, v in value.items()}
     return value
@@ -146,8 +151,13 @@ def _flattener(cls: type[Any]) -> Callable[[Any], Any] | None:
     """Returns the function that turns a message of this class into plain data; None if it is not a message class."""
     if not is_dataclass(cls):
         return None
+    if (to_wire := getattr(cls, "to_wire", None)) is not None:
+        return to_wire
     names = [each.name for each in fields(cls)]
-    return getattr(cls, "to_wire", None) or (lambda value: [_plain(getattr(value, name)) for name in names])
+    if len(names) < 2:
+        return lambda value: [_plain(getattr(value, name)) for name in names]
+    values = attrgetter(*names)
+    return lambda value: [one if type(one) in _ATOMS else _plain(one) for one in values(value)]
 
 
 def _build(cls: type[T], values: Any) -> T:

@@ -6,6 +6,10 @@ only those who may call it through Ray.
 
 `NearActor` finds out whether an actor can be reached in this way. As long as it cannot, and for all methods that are
 not served so, calls go through Ray.
+
+A method that one caller calls again and again may be *asked ahead*: one message asks for the answers to the next
+`AHEAD` calls, and each is sent as soon as there is one, by whichever thread has it. So neither the caller's process nor
+the actor's event loop has to do anything before the next answer can be sent.
 """
 
 from __future__ import annotations
@@ -14,15 +18,17 @@ import asyncio
 import hmac
 import logging
 import secrets
-import struct
-from collections.abc import Awaitable, Callable
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from ...cluster.detached import detached
 from ...cluster.trust.strangers import Strangers
 from .client import UNANSWERED, ActorRef, this_machine
 from .codec import decode, encode_call
+from .messages import DirectWriter, Messages, framed
 
 logger = logging.getLogger(__name__)
 
@@ -41,57 +47,36 @@ STRANGERS_MAX = 16
 
 MESSAGE_BYTES_MAX = 2**30
 
-_HEAD = struct.Struct(">II")
-"""The length of a message's body, and the number of its call."""
+AHEAD = 64
+"""How many answers one message asks for, if the method is asked ahead. When half of them have come, or after
+`RENEWED_S`, the next call asks for as many again."""
+
+RENEWED_S = 0.25
+"""Whoever answers learns at least so often that somebody still asks, as long as answers come."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalAddress:
-    """Where an actor answers calls of processes on its machine, a node of Ray, and which methods."""
+    """Where an actor answers calls of processes on its machine, a node of Ray, and which methods; `ahead` are those of
+    them that are asked ahead."""
 
     machine: str
     port: int
     secret: bytes = field(repr=False)
     methods: list[str]
+    ahead: list[str] = field(default_factory=list)
 
 
-class _Messages(asyncio.Protocol):
-    """A connection on which messages come. One of over `bytes_max` ends it."""
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Where answers go that were asked for ahead. Those of one caller's messages are equal."""
 
-    def __init__(self, bytes_max: int) -> None:
-        self.bytes_max = bytes_max
-        self._came = bytearray()
-        self._transport: asyncio.Transport | None = None
+    connection: _Served
+    number: int
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are not instances of asyncio's.
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._came += data
-        while len(self._came) >= _HEAD.size:
-            length, number = _HEAD.unpack_from(self._came)
-            if length > self.bytes_max:
-                self.abort()
-                return
-            ends = _HEAD.size + length
-            if len(self._came) < ends:
-                return
-            body = bytes(memoryview(self._came)[_HEAD.size : ends])
-            del self._came[:ends]
-            self.take(number, body)
-
-    def take(self, number: int, body: bytes) -> None:
-        raise NotImplementedError
-
-    def send(self, number: int, *parts: bytes) -> None:
-        if self._transport is not None:
-            body = b"".join(parts)
-            self._transport.write(_HEAD.pack(len(body), number) + body)
-
-    def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+    def send(self, answer: bytes) -> bool:
+        """Sends the next answer, from any thread. Returns False if the connection has ended."""
+        return self.connection.write(self.number, answer)
 
 
 class LocalServer:
@@ -99,10 +84,15 @@ class LocalServer:
 
     Args:
         actor: its methods take and return bytes.
+        ahead: of the methods that are asked ahead, what takes a message's call, and where its answer goes and the next
+            ones, until there are `AHEAD` of them. It runs on the event loop and returns at once.
     """
 
-    def __init__(self, actor: Any, *methods: str) -> None:
+    def __init__(
+        self, actor: Any, *methods: str, ahead: Mapping[str, Callable[[bytes, Answers], None]] | None = None
+    ) -> None:
         self.methods: dict[str, Callable[[bytes], Awaitable[bytes]]] = {name: getattr(actor, name) for name in methods}
+        self.ahead = dict(ahead or {})
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.strangers: Strangers[_Served] = Strangers(STRANGERS_MAX)
         self._server: asyncio.Server | None = None
@@ -118,10 +108,10 @@ class LocalServer:
             if self._server is None:
                 self._server = await asyncio.get_running_loop().create_server(lambda: _Served(self), LOOPBACK, 0)
         port = int(self._server.sockets[0].getsockname()[1])
-        return LocalAddress(this_machine(), port, self.secret, list(self.methods))
+        return LocalAddress(this_machine(), port, self.secret, list(self.methods), list(self.ahead))
 
 
-class _Served(_Messages):
+class _Served(Messages):
     """A connection at the server. Its first message is the secret; the others are a method's name, a zero byte and the
     call's arguments. An answer without bytes says that the method failed."""
 
@@ -133,6 +123,7 @@ class _Served(_Messages):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._writer = DirectWriter(self.transport)
         self._ends = asyncio.get_running_loop().call_later(SECRET_S, self.abort)
         gone = self._server.strangers.add(self, LOOPBACK)
         if gone is not None:
@@ -140,16 +131,32 @@ class _Served(_Messages):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._ends.cancel()
+        self._writer.close()
         self._server.strangers.remove(self)
         for task in self._answering:
             task.cancel()
+
+    def resume_writing(self) -> None:
+        self._writer.note_written()
+
+    def write(self, number: int, *parts: bytes) -> bool:
+        """Sends a message, from any thread. Returns False if the connection has ended."""
+        return self._writer.write(framed(number, *parts))
 
     def take(self, number: int, body: bytes) -> None:
         if not self._known:
             self._introduce(body)
             return
-        name, _, call = body.partition(b"\0")
-        method = self._server.methods.get(name.decode("ascii", "replace"))
+        head, _, call = body.partition(b"\0")
+        name = head.decode("ascii", "replace")
+        if (ahead := self._server.ahead.get(name)) is not None:
+            try:
+                ahead(call, Answers(self, number))
+            except Exception:
+                logger.exception("a call failed")
+                self.write(number)
+            return
+        method = self._server.methods.get(name)
         if method is None:
             self.abort()
             return
@@ -168,18 +175,19 @@ class _Served(_Messages):
 
     async def _answer(self, number: int, answer: Awaitable[bytes]) -> None:
         try:
-            self.send(number, await answer)
+            self.write(number, await answer)
         except Exception:
             logger.exception("a call failed")
-            self.send(number)
+            self.write(number)
 
 
-class LocalConnection(_Messages):
+class LocalConnection(Messages):
     """A connection at the caller. `open` makes one; it is `lost` once it has ended."""
 
     def __init__(self) -> None:
         super().__init__(MESSAGE_BYTES_MAX)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._ahead: dict[int, AskedAhead] = {}
         self._number = 0
         self.lost = False
 
@@ -199,26 +207,90 @@ class LocalConnection(_Messages):
         Raises:
             ConnectionError: the connection has ended. So does the answer if it ends later.
         """
-        if self.lost:
-            raise ConnectionResetError("the connection has ended")
-        number = self._number = (self._number + 1) % 2**32
+        number = self._next_number()
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         waiting.add_done_callback(lambda _: self._waiting.pop(number, None))
-        self.send(number, method.encode(), b"\0", call)
+        self.call(number, method, call)
         return waiting
 
+    def call(self, number: int, method: str, call: bytes) -> None:
+        """Sends a call with that number. Raises as `ask`."""
+        if self.lost:
+            raise ConnectionResetError("the connection has ended")
+        self.send(number, method.encode(), b"\0", call)
+
+    def listen(self, ahead: AskedAhead) -> int:
+        """Returns the number of the calls whose answers it takes."""
+        number = self._next_number()
+        self._ahead[number] = ahead
+        return number
+
+    def _next_number(self) -> int:
+        self._number = (self._number + 1) % 2**32
+        return self._number
+
     def take(self, number: int, body: bytes) -> None:
-        waiting = self._waiting.get(number)
-        if waiting is None or waiting.done():
+        if (ahead := self._ahead.get(number)) is not None:
+            ahead.take(body)
             return
-        if body:
-            waiting.set_result(body)
-        else:
-            waiting.set_exception(ValueError("the method failed"))
+        waiting = self._waiting.get(number)
+        if waiting is not None and not waiting.done():
+            _answer(waiting, body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
+        for ahead in self._ahead.values():
+            ahead.lose()
         for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(ConnectionResetError("the connection broke"))
+
+
+def _answer(waiting: asyncio.Future[bytes], body: bytes) -> None:
+    if body:
+        waiting.set_result(body)
+    else:
+        waiting.set_exception(ValueError("the method failed"))
+
+
+class AskedAhead:
+    """A method that is asked ahead, at its only caller. Its answers are in the order of the calls."""
+
+    def __init__(self, connection: LocalConnection, name: str) -> None:
+        self._connection, self._name = connection, name
+        self._number = connection.listen(self)
+        self._came: deque[bytes] = deque()
+        self._waiting: deque[asyncio.Future[bytes]] = deque()
+        self._left, self._asked = 0, 0.0
+
+    def remote(self, call: bytes) -> asyncio.Future[bytes]:
+        """Returns the next answer. Raises as `LocalConnection.ask`."""
+        now = time.monotonic()
+        if self._left <= AHEAD // 2 or now - self._asked >= RENEWED_S:
+            self._connection.call(self._number, self._name, call)
+            self._left, self._asked = AHEAD, now
+        self._left -= 1
+        waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        if self._came:
+            _answer(waiting, self._came.popleft())
+        elif self._connection.lost:
+            raise ConnectionResetError("the connection has ended")
+        else:
+            self._waiting.append(waiting)
+        return waiting
+
+    def take(self, body: bytes) -> None:
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                _answer(waiting, body)
+                return
+        self._came.append(body)
+
+    def lose(self) -> None:
+        """Its connection has ended."""
+        while self._waiting:
+            waiting = self._waiting.popleft()
             if not waiting.done():
                 waiting.set_exception(ConnectionResetError("the connection broke"))
 
@@ -260,7 +332,7 @@ class NearActor(ActorRef):
                 at = decode(LocalAddress, await handle.local_address.remote(encode_call([])))
                 if at.machine == this_machine():
                     self._connection = await LocalConnection.open(at)
-                    self._near = _Handle(handle, self._connection, frozenset(at.methods))
+                    self._near = _Handle(handle, self._connection, at)
         except TimeoutError:
             # The actor is starting, or busy: the next call asks again.
             self._opening = None
@@ -284,11 +356,14 @@ class NearActor(ActorRef):
 class _Handle:
     """What calls are made on: like Ray's handle of the actor, but some methods take the short way."""
 
-    def __init__(self, by_ray: Any, connection: LocalConnection, methods: frozenset[str]) -> None:
-        self._by_ray, self._connection, self._methods = by_ray, connection, methods
+    def __init__(self, by_ray: Any, connection: LocalConnection, at: LocalAddress) -> None:
+        self._by_ray = by_ray
+        self._methods: dict[str, _Method | AskedAhead] = {name: _Method(connection, name) for name in at.methods}
+        self._methods |= {name: AskedAhead(connection, name) for name in at.ahead}
 
     def __getattr__(self, name: str) -> Any:
-        return _Method(self._connection, name) if name in self._methods else getattr(self._by_ray, name)
+        method = self._methods.get(name)
+        return getattr(self._by_ray, name) if method is None else method
 
 
 class _Method:

@@ -13,6 +13,7 @@ from typing import Annotated, Optional
 import typer
 
 from ...cluster.errors import SatchelError
+from ...cluster.processes import keep_to_the_end
 from .cluster import down, install_service, invite, join, leave, promote, up
 from .completing import complete_model
 from .configs import configs
@@ -188,6 +189,7 @@ def doctor(
 
 def main() -> None:
     """The entry point of the command `satchel`."""
+    keep_to_the_end()
     try:
         app()
     except SatchelError as error:

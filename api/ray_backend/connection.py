@@ -1,8 +1,8 @@
 """A connection to one replica: frames are read there, and each sequence gets its updates.
 
 A connection is a *consumer* at the replica: it asks for one frame after the other, each with the new tokens of all its
-sequences. Sequences of a consumer whose lease ran out are removed. Frames are numbered, so they may come over a socket
-or through Ray, each as it is possible.
+sequences. Sequences of a consumer whose lease ran out are removed. Frames are numbered, so they may come over a socket,
+where they are asked for ahead, or through Ray, each as it is possible.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from ...actors.model_files.identity.model_identity import adapted_id
 from ...actors.protocol.block_ids import block_ids, root_id
 from ...actors.protocol.replica_messages import GenerateRequest, SequenceUpdate
 from ...actors.protocol.router_messages import Decision, SequenceLeft
+from ...actors.protocol.updates import merged
 from ...cluster.environment import default_home
 from ...cluster.errors import (
     ActorLost,
@@ -92,6 +93,7 @@ class RayGeneration:
         self._span = span()
         self._started = time.monotonic()
         self._updates: asyncio.Queue[tuple[int, SequenceUpdate | SatchelError]] = asyncio.Queue()
+        self._behind: tuple[int, SequenceUpdate | SatchelError] | None = None
         self._unread = 0
         self._tokens: list[int] = []
         self._placement = 0
@@ -154,7 +156,7 @@ class RayGeneration:
         """Drops the unread tokens of a reader that is too slow, and aborts the sequence."""
         while not self._updates.empty():
             self._updates.get_nowait()
-        self._unread = 0
+        self._unread, self._behind = 0, None
         error = SlowReader(f"more than {unread_max} tokens of the answer waited to be read")
         self._updates.put_nowait((self._placement, error))
         if (leaving := self._leave()) is not None:
@@ -363,7 +365,7 @@ class RayGeneration:
         passes."""
         try:
             while not self._over:
-                placement, update = await self._updates.get()
+                placement, update = await self._next_update()
                 if isinstance(update, SequenceUpdate):
                     self._unread -= len(update.tokens)
                 if placement != self._placement:
@@ -394,6 +396,19 @@ class RayGeneration:
                     await self._go_on(lost)
         finally:
             await self.abort()
+
+    async def _next_update(self) -> tuple[int, SequenceUpdate | SatchelError]:
+        """Returns the next update, together with those behind it: if the replica is faster than this process, an event
+        has several tokens."""
+        placement, update = self._behind or await self._updates.get()
+        self._behind = None
+        while isinstance(update, SequenceUpdate) and update.finish is None and not self._updates.empty():
+            behind = self._updates.get_nowait()
+            if behind[0] != placement or not isinstance(behind[1], SequenceUpdate):
+                self._behind = behind
+                break
+            update = merged(update, behind[1])
+        return placement, update
 
     def _picture_lost(self, update: SequenceUpdate) -> SatchelError | None:
         """Returns the error if a sequence ended only because its replica lacks a picture that was not sent again."""

@@ -75,3 +75,17 @@ def test_objects_that_stay_are_not_looked_at_again_and_garbage_is_gone():
         gc.unfreeze()
         if before:
             gc.freeze()
+
+
+@pytest.mark.parametrize("kept, said", [(False, "collected"), (True, "")])
+def test_what_is_kept_to_the_end_is_not_looked_at_while_the_process_ends(kept: bool, said: str):
+    program = (
+        "import gc; from satchel.cluster.processes import keep_to_the_end; gc.disable()\n"
+        "class Ring:\n"
+        "    def __init__(self): self.itself = self\n"
+        "    def __del__(self): print('collected')\n"
+        f"if {kept}: keep_to_the_end()\n"
+        "Ring()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.strip() == said

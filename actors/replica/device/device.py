@@ -70,21 +70,25 @@ def device_name() -> str:
     return str(info.get("device_name") or info.get("architecture") or mx.default_device().type.name)
 
 
-GRAPH_SHARE, GRAPH_LEAST = 32, 1000
+GRAPH_SHARE, GRAPH_LEAST = 32, 100
 """MLX ends a graph once its operations have inputs of so many million numbers, of mostly two bytes: as many as this
-fraction of the device's memory has MB, but at least 1,000."""
+fraction of the memory has MB, but at least 100."""
 
 
-def size_graphs() -> None:
-    """Sets how large MLX's CUDA graphs may be, unless the environment says so already. Call it before anything is
-    computed: MLX reads it once.
+def size_graphs(memory_bytes_max: int | None = None) -> None:
+    """Sets how large MLX's CUDA graphs may be, unless that is set already. Call it before anything is computed: MLX
+    reads it once.
 
     The host waits if ten graphs are launched, and weights and the pool's arrays count as inputs: with 1,000 a graph
     of an 8B model had an operation or two of each layer, so no prompt could be built while the device computed
     another. But what a graph computes in between is kept until it has ended.
+
+    Args:
+        memory_bytes_max: what may be used of the device's memory; None for all.
     """
     if on_cuda():
-        wanted = max(GRAPH_LEAST, device_bytes() // (GRAPH_SHARE * 2**20))
+        memory = min(device_bytes(), memory_bytes_max or device_bytes())
+        wanted = max(GRAPH_LEAST, memory // (GRAPH_SHARE * 2**20))
         set_unless_set("MLX_MAX_MB_PER_BUFFER", str(wanted))
 
 

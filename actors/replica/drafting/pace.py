@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heapreplace
 from statistics import median, median_low
 
 WIDTHS = (2, 4, 8, 16)
 """To how many tokens of each sequence a step is padded, if all have as many: few numbers, for few shapes."""
 
-TOKENS_MOST = 64
+TOKENS_MOST = 128
 """The most tokens of a step in which sequences have different numbers of them."""
 
 GAIN_LEAST = 1.05
@@ -50,10 +50,6 @@ class Hope:
         count = min(drafted, self.most)
         return self.chance * self.share * (1.0 - self.share**count) / (1.0 - self.share)
 
-    def gained_by_next(self, drafted: int) -> float:
-        """Returns what one more token than the first `drafted` may be expected to give."""
-        return self.chance * self.share ** (drafted + 1) if drafted < self.most else 0.0
-
 
 class DraftPace:
     """The measured times of one device and model."""
@@ -82,8 +78,7 @@ class DraftPace:
         sequences, best, most = len(hopes), [0] * len(hopes), GAIN_LEAST
         if not any(hope.most for hope in hopes) or len(self._single.get(sequences, ())) < MEASURED_LEAST:
             return best
-        for tokens, lengths in _ragged(hopes) if ragged else _padded(hopes):
-            gained = sum(hope.gained(length) for hope, length in zip(hopes, lengths, strict=True))
+        for tokens, lengths, gained in _ragged(hopes) if ragged else _padded(hopes):
             speed = (sequences + gained) / sequences / self.cost(sequences, tokens)
             if speed >= most:
                 best, most = lengths, speed
@@ -110,27 +105,33 @@ class DraftPace:
         return median_low(times) if len(times) >= MEASURED_LEAST else None
 
 
-def _padded(hopes: Sequence[Hope]) -> Iterator[tuple[int, list[int]]]:
-    """Yields steps in which all sequences are padded to one width: their tokens, and the lengths of drafts."""
+def _padded(hopes: Sequence[Hope]) -> Iterator[tuple[int, list[int], float]]:
+    """Yields steps in which all sequences are padded to one width: their tokens, the lengths of drafts, and how many of
+    these may be expected to be right."""
     most = max(hope.most for hope in hopes)
     for width in WIDTHS:
         if width <= 2 * most:
-            yield width * len(hopes), [min(hope.most, width - 1) for hope in hopes]
+            lengths = [min(hope.most, width - 1) for hope in hopes]
+            gained = sum(hope.gained(length) for hope, length in zip(hopes, lengths, strict=True))
+            yield width * len(hopes), lengths, gained
 
 
-def _ragged(hopes: Sequence[Hope]) -> Iterator[tuple[int, list[int]]]:
+def _ragged(hopes: Sequence[Hope]) -> Iterator[tuple[int, list[int], float]]:
     """Yields steps with a power of two of tokens, as `_padded`; the drafted ones are those that give most."""
     sequences, most = len(hopes), sum(hope.most for hope in hopes)
+    lengths, gained, drafted = [0] * sequences, 0.0, 0
+    # What each sequence's next drafted token may be expected to give, negated.
+    heap = [(-hope.chance * hope.share, index) for index, hope in enumerate(hopes) if hope.most]
+    heapify(heap)
     tokens = 1 << sequences.bit_length()
     while tokens <= TOKENS_MOST and tokens - sequences <= 2 * most:
-        lengths = [0] * sequences
-        heap = [(-hope.gained_by_next(0), index) for index, hope in enumerate(hopes)]
-        heapify(heap)
-        for _ in range(tokens - sequences):
+        while heap and drafted < tokens - sequences:
             gain, index = heap[0]
-            if not gain:
-                break
+            gained, drafted = gained - gain, drafted + 1
             lengths[index] += 1
-            heapreplace(heap, (-hopes[index].gained_by_next(lengths[index]), index))
-        yield tokens, lengths
+            if lengths[index] < hopes[index].most:
+                heapreplace(heap, (gain * hopes[index].share, index))
+            else:
+                heappop(heap)
+        yield tokens, [*lengths], gained
         tokens *= 2

@@ -57,7 +57,7 @@ class Batch(Prefilling):
             self._compiled = (
                 CompiledStep(self._model, loaded.deferral, loaded.adapters.adapted, loaded.fusions)
                 if record is None
-                else record(loaded.deferral)
+                else record(loaded.deferral, loaded.fusions)
             )
         self._micro_batches: list[Any] = [MicroBatch()]
         # The number of the micro-batch that decode steps are about.
@@ -252,14 +252,17 @@ class Batch(Prefilling):
 
     @replayed
     def compute_ahead(self, tokens: Sequence[Sequence[int]]) -> mx.array:
-        """Launches the model for some tokens of every sequence, which fill no block: as a recorded step, or else in a
-        padded batch as for prompts. Then `take_back` and `advance` must follow.
+        """Launches the model for some tokens of every sequence: as a recorded step, or else in a padded batch as for
+        prompts. If there are several of a sequence, they fill no block. Then `seal_filled` must follow if blocks become
+        full, `take_back` and `advance`.
 
         Returns:
             (tokens, vocabulary), the logits after each of them, sequence after sequence.
         """
         self._now.stacks = Stacks()
         self._end_prefill()
+        if self._seals:
+            self._settle()
         caches = self._caches
         assert not isinstance(caches, UnbatchedSequences)
         if self._settles_always:
@@ -295,7 +298,7 @@ class Batch(Prefilling):
             more = padded_count(len(given)) - len(given)
             pictures = [sequence.pictures for sequence in owners]
             extra = inputs.of_steps(places + [0] * more, pictures + [None] * more)
-        return step(mx.array(given, mx.uint32), caches, extra, new, numbers)
+        return step(given, caches, extra, new, numbers)
 
     @replayed
     def take_back(self, lengths: Sequence[int], *, clean: bool) -> None:

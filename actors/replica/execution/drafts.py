@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter
 
+import mlx.core as mx
+
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..drafting.drafter import Drafter
 from ..drafting.pace import WIDTHS, DraftPace, Hope
@@ -123,7 +125,7 @@ class Drafts:
 
 def _hope(sequence: ExecutorSequence) -> Hope:
     drafter = sequence.drafter
-    # The step that fills a block has one token: a sealed block cannot be taken back.
+    # A sequence that fills its block has one token in that step: a sealed block cannot be taken back.
     room = BLOCK_TOKENS - 2 - sequence.length % BLOCK_TOKENS
     most = min(NEW_MOST - 1, sequence.tokens_max - sequence.length - 1, room)
     if sequence.forced:
@@ -147,6 +149,7 @@ class Checked:
         ready: the right ones, sequence after sequence.
         computed: how many tokens of each sequence stay: its input and what is right.
         last: for every sequence, the place of what it drew after these.
+        next: for every sequence, the token that it drew there.
         owners: for every place, the sequence that draws its next token there; None for the others.
         sound: whether all draws are sound.
     """
@@ -154,6 +157,7 @@ class Checked:
     ready: list[Ready]
     computed: list[int]
     last: list[int]
+    next: list[int]
     owners: list[str | None]
     sound: bool
 
@@ -165,10 +169,12 @@ def check(sequences: Sequence[ExecutorSequence], drafts: Sequence[Sequence[int]]
         draw: for every sequence what was drawn before its draft and after each of its tokens. What comes after a draw
             that is not sound has no meaning.
     """
+    # One after the other they would be waited for one after the other.
+    mx.eval(*draw.arrays())
     drawn: list[int] = draw.tokens.tolist()  # type: ignore[assignment]
     sound: list[bool] = draw.sound.tolist()  # type: ignore[assignment]
     logprobs, first = draw.logprobs(), 0
-    checked = Checked([], [], [], [None] * len(drawn), all(sound))
+    checked = Checked([], [], [], [], [None] * len(drawn), all(sound))
     for sequence, draft in zip(sequences, drafts, strict=True):
         count = 0
         while count < len(draft) and sound[first + count] and drawn[first + count] == draft[count]:
@@ -177,6 +183,7 @@ def check(sequences: Sequence[ExecutorSequence], drafts: Sequence[Sequence[int]]
         checked.ready.extend(Ready(sequence.sequence_id, drawn[at], logprobs=logprobs[at]) for at in kept)
         checked.computed.append(1 + count)
         checked.last.append(first + count)
+        checked.next.append(drawn[first + count])
         checked.owners[first + count] = sequence.sequence_id
         if sequence.drafter is not None:
             for at in kept:

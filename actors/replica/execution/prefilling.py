@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from ..device.device import on_cuda, on_gpu
 from ..device.device_errors import on_device
+from ..device.temporary_memory import TEMPORARY
 from ..kv import caches as kv_cache
 from ..kv.caches import PooledBlock, Slab
 from ..proving.pieces import IN_ONE_PIECE
@@ -69,6 +70,8 @@ class Prefilling:
         self._note_next: Note | None = None
         self.pieces = IN_ONE_PIECE
         self.workspace_bytes = 0
+        # Until then the process's peak may be that of tests.
+        self._peak_is_own = False
 
     @replayed
     @on_device()
@@ -190,6 +193,12 @@ class Prefilling:
             sequence.length += len(tokens)
 
     def _evaluate(self, caches: Sequence[Any]) -> None:
+        if self.runs_ahead:
+            self.wait_for_prefill()
+        with TEMPORARY.limited():
+            self._launch(caches)
+
+    def _launch(self, caches: Sequence[Any]) -> None:
         if self.followers is not None and self.followers.overlaps:
             # What comes next is told to the followers before this is waited for.
             states = [cache.state for cache in caches]
@@ -202,7 +211,6 @@ class Prefilling:
         elif self.pieces is not IN_ONE_PIECE:
             self.pieces.evaluate(caches)
         elif self.runs_ahead:
-            self.wait_for_prefill()
             mx.reset_peak_memory()
             found: list[Any] = [each for _, each in tree_flatten([cache.state for cache in caches])]
             self.ahead.launch([each for each in found if isinstance(each, mx.array)])
@@ -235,10 +243,13 @@ class Prefilling:
         self._end_prefill()
         if not self.ahead.running:
             self._note_workspace()
+            # From now on the peak is of what this engine has computed.
+            self._peak_is_own = True
             mx.reset_peak_memory()
 
     def _note_workspace(self) -> None:
-        self.workspace_bytes = max(self.workspace_bytes, mx.get_peak_memory() - mx.get_active_memory())
+        if self._peak_is_own:
+            self.workspace_bytes = max(self.workspace_bytes, mx.get_peak_memory() - mx.get_active_memory())
 
     def _inputs_besides(self, parts: Sequence[SequencePart], width: int) -> dict[str, Any]:
         """Returns the model's inputs besides tokens and caches, for a padded batch of `width` tokens."""

@@ -37,7 +37,7 @@ from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..kv import attention
 from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
 from ..kv.paged_cache import Reads
-from ..loading import few_rows_check, joined
+from ..loading import few_rows_check, joined, kernels_ahead
 from ..loading.decode_ways import fastest
 from ..loading.model_id import computing, files_of, order_of_weights, products_id, refuse_elsewhere
 from ..loading.models import pick_dtype
@@ -65,6 +65,7 @@ class Part(Protocol):
         words: of it, for errors.
         logits: whether what it computes are logits.
         leads: whether its process leads the group, and has a vision model's encoder. Known once a model was cut.
+        shares: how many processes have equal shares of its layers, this one included.
     """
 
     @property
@@ -75,6 +76,9 @@ class Part(Protocol):
 
     @property
     def leads(self) -> bool: ...
+
+    @property
+    def shares(self) -> int: ...
 
     def cut(self, opened: Opened) -> None:
         """Cuts a model with lazy weights to the part."""
@@ -119,6 +123,7 @@ class StagePart:
         return self.stage.last
 
     leads = logits
+    shares = 1
 
     @property
     def stage(self) -> Stage:
@@ -211,6 +216,7 @@ def load_part(
     refuse_model_file(source, config, trusted=False)
     refuse_elsewhere(source, config)
     files = read_weight_files(folder)
+    ahead = kernels_ahead.begin(config, files, pick_dtype(dtype), kv, shares=part.shares, whole=False)
     paths = files_of(folder)
     digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
     try:
@@ -219,6 +225,8 @@ def load_part(
             # Before it is divided, so that what stands in for other parts has the same type.
             opened.whole.set_dtype(chosen)
         part.cut(opened)
+        if ahead is not None:
+            ahead.opened(opened.language)
         own = opened.whole if part.leads else opened.language
         _check_memory(own, claim)
         told = partial(progress, f"loading {source}")
@@ -258,7 +266,7 @@ def load_part(
         if installed and spec.policy is not None:
             progress(f"testing how {whose} read their KV", None)
             known = Findings(trials, identity(multiplied).model_id)
-            way = replace(fastest(model, spec, context, known, whole=False), drafts=False)
+            way = replace(fastest(model, spec, context, known, whole=False, shared=part.shares > 1), drafts=False)
     loaded = LoadedModel(
         model=model,
         folder=folder,

@@ -2,7 +2,7 @@
 
 A decode step of some sequences consists of many small products. MLX's kernel for quantized weights reads the weights
 once for each row. With dequantized weights products go through cuBLAS, which takes 25 us of the host for each. This
-kernel reads 4-bit weights once for up to 32 rows, uses tensor cores, and is launched like other kernels.
+kernel reads 4-bit weights from memory once, uses tensor cores, and is launched like other kernels.
 
 When a model is loaded, tests decide whether the kernel is used, and for how many rows (`few_rows_check.py`).
 """
@@ -25,7 +25,7 @@ from .gpu_kernels import MULTIPLY, int_numbers, kernel, prepare
 ROWS_LEAST = 2
 """The fewest rows for the kernel, unless it was measured for one: there MLX's kernel reads weights only once too."""
 
-ROWS_MOST = 32
+ROWS_MOST = 128
 _BITS, _GROUP_SIZES = 4, (64, 128)
 
 # Template: T, GS (weights a scale), NT (tiles of 8 rows), BIAS, GATED; and of a group of threads R (tiles of 16
@@ -56,8 +56,11 @@ _BODY = """
     T x[4];
   };
   SHARED float sums_s[W * 8 * NT * WIDE];
-  const int M = sizes[0], N = sizes[1], K = sizes[2], g = LANE >> 2, q = LANE & 3;
-  const int first = GROUP * OUTPUTS, width = GATED ? N / 2 : N;
+  const int N = sizes[1], K = sizes[2], g = LANE >> 2, q = LANE & 3;
+  // Groups one after another have the same outputs, so weights are read from memory once.
+  const int turns = (sizes[0] + 8 * NT - 1) / (8 * NT), begin_row = GROUP % turns * 8 * NT;
+  const int M = sizes[0] - begin_row < 8 * NT ? sizes[0] - begin_row : 8 * NT;
+  const int first = GROUP / turns * OUTPUTS, width = GATED ? N / 2 : N;
   // An array may begin anywhere within another.
   const bool aligned = ((unsigned long long)x & 15) == 0;
   const unsigned int wide = K / 16, groups = K / GS;
@@ -94,7 +97,8 @@ _BODY = """
     #pragma unroll
     for (int n = 0; n < NT; n++) for (int h = 0; h < 2; h++) {
       const int row = 8 * n + g;
-      rows[step][n][h] = row < M ? eight(x + (unsigned int)(row * K + k + 16 * q + 8 * h)) : make_uint4(0, 0, 0, 0);
+      const T* from = x + (unsigned int)((begin_row + row) * K + k + 16 * q + 8 * h);
+      rows[step][n][h] = row < M ? eight(from) : make_uint4(0, 0, 0, 0);
     }
   };
   float total[R][NT][4];
@@ -180,10 +184,10 @@ _BODY = """
       const float part = rounded(1.f / rounded(1.f + rounded(EXP(ABS(y)))));
       y = rounded(rounded(y * (y < 0.f ? part : rounded(1.f - part))) * product(1));
     }
-    if (sizes[3]) y += static_cast<float>(more[m * N + output]);
+    if (sizes[3]) y += static_cast<float>(more[(begin_row + m) * N + output]);
     int begin = 0, part = 0;
     while (output >= sizes[4 + part]) begin = sizes[4 + part++];
-    (PART)[(long)m * (sizes[4 + part] - begin) + output - begin] = static_cast<T>(y);
+    (PART)[(long)(begin_row + m) * (sizes[4 + part] - begin) + output - begin] = static_cast<T>(y);
   }
 """
 
@@ -201,7 +205,7 @@ def multiply(layer: Any, x: mx.array, widths: Sequence[int], add: mx.array | Non
     Args:
         layer: has `weight` `(outputs, inputs / 8)` uint32, and `scales` and `biases` `(outputs, inputs / group_size)`
             in the dtype of `x`; see `fits`.
-        x: `(..., inputs)`, bfloat16 or float16, 1 to 32 rows.
+        x: `(..., inputs)`, bfloat16 or float16, 1 to 128 rows.
         widths: the widths of the parts, which together are all outputs.
         add: `(..., outputs)` in the dtype of `x`, which is added to a product of one part after that was rounded, and
             the sum is rounded again; None for nothing.
@@ -246,7 +250,7 @@ def _launch(
     return plan.launch(
         inputs=[words, scales, layer["biases"], *other, x, sizes],
         template=plan.template,
-        grid=(-(-sum(widths) // plan.outputs) * plan.threads, 1, 1),
+        grid=(-(-sum(widths) // plan.outputs) * -(-rows // (8 * tiles)) * plan.threads, 1, 1),
         threadgroup=(plan.threads, 1, 1),
         output_shapes=[(*lead, width) for width in widths],
         output_dtypes=[x.dtype] * len(widths),
@@ -270,17 +274,17 @@ def prepare_products(layer: Any, widths: Sequence[int]) -> None:
 
 
 def _tiles(rows: int) -> int:
-    """Returns how many tiles of 8 rows there are: 1, 2 or 4, so that few kernels are compiled."""
+    """Returns how many tiles of 8 rows a group has: 1, 2 or 4, so that few kernels are compiled."""
     return 1 if rows <= 8 else 2 if rows <= 16 else 4
 
 
 _SHAPES = {
-    1: {65536: (4, 8, 2), 8192: (2, 8, 2), 0: (1, 4, 4)},
-    2: {65536: (4, 4, 2), 8192: (2, 4, 2), 4096: (2, 8, 2), 0: (1, 8, 4)},
-    4: {65536: (4, 4, 1), 4096: (2, 8, 2), 0: (1, 8, 2)},
+    1: {65536: (2, 4, 2), 8192: (1, 4, 4), 0: (1, 8, 4)},
+    2: {8192: (2, 4, 2), 4096: (2, 8, 2), 0: (1, 8, 4)},
+    4: {8192: (2, 4, 2), 0: (2, 8, 2)},
 }
 """By tiles of rows and the least outputs: a group's tiles of outputs, its warps, and the most steps of a run. The
-fastest on an H200 for the products of an 8B model."""
+fastest on an H200 for the products of models of 0.6B, 1.5B and 8B, as far as the number of outputs decides it."""
 
 
 _SHAPE_GATED = (2, 8, 2)

@@ -1,7 +1,8 @@
 """Kernels for GPUs. Their bodies are written once, in the common subset of CUDA and Metal; preludes define the rest.
 
 For CUDA they are compiled by NVRTC without any header, which takes a tenth of the time of MLX's own way, and are stored
-on disk: MLX compiles a custom kernel anew in every process, 2 to 4 s each. Without NVRTC MLX's way is used.
+on disk: MLX compiles a custom kernel anew in every process, 2 to 4 s each. Other threads begin with those that are soon
+needed (`prepare`, `only_preparing`). Without NVRTC MLX's way is used.
 
 **Writes in place.** Some kernels write into arrays that they get as inputs: `block_kernels.write` and `write_records`
 into slots of the pool, `decode_kernel.attend` into sequences' open blocks. MLX believes that inputs stay as they are.
@@ -19,17 +20,27 @@ another's output. So, all on the engine's thread and stream:
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
+import logging
 import os
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, lru_cache
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, lru_cache, partial
+from threading import Condition, Lock, Thread
 from typing import Any
 
 import mlx.core as mx
 
 from ....cluster.environment import default_home, kernels_wanted
+from .fat_binary import fat_binary
+
+logger = logging.getLogger(__name__)
 
 _CUDA = """
   const unsigned GROUP = blockIdx.x, THREAD = threadIdx.x, LANE = threadIdx.x & 31, WARP = threadIdx.x >> 5;
@@ -166,10 +177,22 @@ def prepare(launch: Any, template: Template, inputs: Sequence[mx.Dtype], outputs
         launch: what `kernel` returned.
     """
     if isinstance(launch, _CudaKernel):
+        _takes_compressed()
         launch.prepare(template, inputs, outputs)
 
 
-COMPILERS_MOST = 8
+_only_preparing: ContextVar[bool] = ContextVar("only_preparing", default=False)
+
+
+@contextmanager
+def only_preparing() -> Iterator[None]:
+    """Lets launches on this thread launch nothing for now. With NVRTC they begin to compile their kernels, as
+    `prepare`, and return zeros that stand for the results; nothing has to be evaluated."""
+    token = _only_preparing.set(True)
+    try:
+        yield
+    finally:
+        _only_preparing.reset(token)
 
 
 def has_nvrtc() -> bool:
@@ -177,21 +200,77 @@ def has_nvrtc() -> bool:
     return mx.cuda.is_available() and _nvrtc() is not None
 
 
+COMPILERS_MOST = 8
+
+END_S = 10.0
+"""A process that ends waits for kernels that are just being compiled, at most so long."""
+
+WAIT_LOGGED_S = 0.5
+"""A launch that waits longer for its kernel is logged."""
+
+_Binary = tuple[str, bytes]
+"""A kernel's name and what was compiled."""
+
+
+class _Compilers:
+    """Compiles kernels in the order in which they are submitted, on at most `most` threads, which end when nothing is
+    left to do."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._running = most, 0
+        self._waiting: deque[tuple[Future[_Binary], Callable[[], _Binary]]] = deque()
+        self._changed = Condition()
+        # NVRTC must not be unloaded while it compiles.
+        atexit.register(self._end)
+
+    def submit(self, work: Callable[[], _Binary]) -> Future[_Binary]:
+        """Begins some work, unless the result is cancelled before."""
+        future: Future[_Binary] = Future()
+        with self._changed:
+            self._waiting.append((future, work))
+            if self._running < self._most:
+                self._running += 1
+                Thread(target=self._run, name="kernels", daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._running -= 1
+                    self._changed.notify_all()
+                    return
+                future, work = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except Exception as error:
+                    future.set_exception(error)
+
+    def _end(self) -> None:
+        with self._changed:
+            self._waiting.clear()
+            self._changed.wait_for(lambda: not self._running, END_S)
+
+
 @cache
-def _compilers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, min(COMPILERS_MOST, (os.cpu_count() or 2) // 2)), "kernels")
+def _compilers() -> _Compilers:
+    return _Compilers(max(1, min(COMPILERS_MOST, (os.cpu_count() or 2) // 2)))
 
 
 class _CudaKernel:
     def __init__(self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str, bounds: str) -> None:
         self._name, self._inputs, self._outputs, self._body, self._bounds = name, inputs, outputs, body, bounds
-        # Those that are being compiled, too.
-        self._compiled: dict[Any, tuple[str, bytes] | Future[tuple[str, bytes]]] = {}
+        # Those that a thread compiles or is to compile, too.
+        self._compiled: dict[Any, _Binary | Future[_Binary]] = {}
+        self._lock = Lock()
 
     def prepare(self, template: Template, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]) -> None:
         key = (*template, *inputs, *outputs)
-        if key not in self._compiled:
-            self._compiled[key] = _compilers().submit(self._compile, list(template), list(inputs), list(outputs))
+        with self._lock:
+            if key not in self._compiled:
+                work = partial(self._compile, list(template), list(inputs), list(outputs))
+                self._compiled[key] = _compilers().submit(work)
 
     def __call__(
         self,
@@ -204,16 +283,12 @@ class _CudaKernel:
         output_dtypes: Sequence[mx.Dtype],
         shared_memory: int = 0,
     ) -> list[mx.array]:
-        key = (*template, *(array.dtype for array in inputs), *output_dtypes)
-        found = self._compiled.get(key)
-        if not isinstance(found, tuple):
-            # If another thread could not compile it, this raises why.
-            if isinstance(found, Future) and found.exception() is None:
-                found = found.result()
-            else:
-                found = self._compile(template, [array.dtype for array in inputs], output_dtypes)
-            self._compiled[key] = found
-        name, binary = found
+        dtypes = [array.dtype for array in inputs]
+        if _only_preparing.get():
+            prepare(self, template, dtypes, output_dtypes)
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+        found = self._compiled.get((*template, *dtypes, *output_dtypes))
+        name, binary = found if isinstance(found, tuple) else self._awaited(template, dtypes, output_dtypes)
         return mx.fast.precompiled_cuda_kernel(
             name=name,
             compiled_source=binary,
@@ -227,9 +302,40 @@ class _CudaKernel:
             ensure_row_contiguous=True,
         )
 
-    def _compile(
-        self, template: Template, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
-    ) -> tuple[str, bytes]:
+    def _awaited(self, template: Template, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]) -> _Binary:
+        """Returns a kernel that another thread compiles; or compiles it, if none has begun or it failed there."""
+        _takes_compressed()
+        began, key = time.monotonic(), (*template, *inputs, *outputs)
+        compiled = None
+        while compiled is None:
+            found, own = self._claimed(key)
+            if own is not None:
+                try:
+                    own.set_result(self._compile(template, inputs, outputs))
+                except BaseException as error:
+                    own.set_exception(error)
+                    raise
+            if found.exception() is None:
+                self._compiled[key] = compiled = found.result()
+        if (took_s := time.monotonic() - began) > WAIT_LOGGED_S:
+            logger.info("waited %.1f s for the kernel %s to be compiled", took_s, self._name)
+        return compiled
+
+    def _claimed(self, key: Any) -> tuple[Future[_Binary], Future[_Binary] | None]:
+        """Returns the result for which to wait; and it again if the caller has to compute it."""
+        with self._lock:
+            found = self._compiled.get(key)
+            own: Future[_Binary] = Future()
+            if isinstance(found, tuple):
+                own.set_result(found)
+                return own, None
+            if found is not None and not found.cancel() and (not found.done() or found.exception() is None):
+                return found, None
+            own.set_running_or_notify_cancel()
+            self._compiled[key] = own
+            return own, own
+
+    def _compile(self, template: Template, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]) -> _Binary:
         parameters = [f"const {_TYPE_NAMES[t]}* {n}" for n, t in zip(self._inputs, inputs, strict=True)]
         parameters += [f"{_TYPE_NAMES[t]}* {n}" for n, t in zip(self._outputs, outputs, strict=True)]
         constants = "".join(
@@ -246,19 +352,21 @@ class _CudaKernel:
 
 def _kept(name: str, source: str) -> bytes:
     """Returns the kernel's binary for this device, from the disk if it is there."""
-    library, info = _nvrtc(), mx.device_info()
+    library = _nvrtc()
     assert library is not None
-    architecture = f"sm_{info['compute_capability_major']}{info['compute_capability_minor']}"
+    kind = "fatbin" if _takes_compressed() else "cubin"
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    path = default_home().kernels_folder / f"{name}-{architecture}-nvrtc-{major.value}.{minor.value}.cubin"
+    path = default_home().kernels_folder / f"{name}-sm_{_architecture()}-nvrtc-{major.value}.{minor.value}.{kind}"
     try:
         digest, binary = (content := path.read_bytes())[:32], content[32:]
         if hashlib.sha256(binary).digest() == digest:
             return binary
     except OSError:
         pass
-    binary = _compiled(library, name, source, architecture)
+    binary = _compiled(library, name, source)
+    if kind == "fatbin":
+        binary = fat_binary(binary, _architecture())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}")
@@ -270,8 +378,38 @@ def _kept(name: str, source: str) -> bytes:
     return binary
 
 
-def _compiled(library: ctypes.CDLL, name: str, source: str, architecture: str) -> bytes:
-    """Compiles a kernel.
+def _architecture() -> int:
+    info = mx.device_info()
+    return int(info["compute_capability_major"]) * 10 + int(info["compute_capability_minor"])
+
+
+@cache
+def _takes_compressed() -> bool:
+    """Whether the driver takes compressed binaries: one is tried. It is first called on a thread that computes."""
+    if (library := _nvrtc()) is None:
+        return False
+    name = "satchel_takes_compressed"
+    body = "{ y[threadIdx.x] = 3 * x[threadIdx.x]; }"
+    source = f'extern "C" __global__ void {name}(const unsigned int* x, unsigned int* y) {body}'
+    try:
+        (out,) = mx.fast.precompiled_cuda_kernel(
+            name=name,
+            compiled_source=fat_binary(_compiled(library, name, source), _architecture()),
+            inputs=[mx.array([1, 5], mx.uint32)],
+            output_shapes=[(2,)],
+            output_dtypes=[mx.uint32],
+            scalars=[],
+            grid=(2, 1, 1),
+            threadgroup=(2, 1, 1),
+        )
+        return out.tolist() == [3, 15]
+    except (RuntimeError, ValueError) as error:
+        logger.warning("CUDA's driver refuses compressed kernels, so decode steps take longer: %s", error)
+        return False
+
+
+def _compiled(library: ctypes.CDLL, name: str, source: str) -> bytes:
+    """Compiles a kernel for this device.
 
     Raises:
         RuntimeError: NVRTC refuses it; the message has its log.
@@ -284,7 +422,7 @@ def _compiled(library: ctypes.CDLL, name: str, source: str, architecture: str) -
 
     call(library.nvrtcCreateProgram, ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None)
     try:
-        option = ctypes.c_char_p(f"--gpu-architecture={architecture}".encode())
+        option = ctypes.c_char_p(f"--gpu-architecture=sm_{_architecture()}".encode())
         if library.nvrtcCompileProgram(program, 1, ctypes.byref(option)):
             call(library.nvrtcGetProgramLogSize, program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)

@@ -41,9 +41,9 @@ class Norm:
     @classmethod
     def of(cls, module: Any) -> Norm | None:
         """Returns what the module does, None if it is no RMS norm."""
-        weight, eps = getattr(module, "weight", None), getattr(module, "eps", None)
-        if not isinstance(weight, mx.array) or weight.ndim != 1 or not isinstance(eps, float):
+        if (said := cls.said_by(module)) is None:
             return None
+        weight, eps = module.weight, said.eps
         x = _random((3, weight.size), weight.dtype)
         wide = x.astype(mx.float32)
         try:
@@ -54,6 +54,15 @@ class Norm:
             return norm if _agree(module(x), expected) else None
         except _CALL_ERRORS:
             return None
+
+    @classmethod
+    def said_by(cls, module: Any) -> Norm | None:
+        """Returns what the module seems to do, with a weight of ones, and computes nothing; None if it is no RMS
+        norm."""
+        weight, eps = getattr(module, "weight", None), getattr(module, "eps", None)
+        if not isinstance(weight, mx.array) or weight.ndim != 1 or not isinstance(eps, float):
+            return None
+        return cls(module, mx.array(np.ones(weight.size, np.float32)), eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +82,21 @@ class Rotation:
     @classmethod
     def of(cls, module: Any, dim: int, dtype: mx.Dtype) -> Rotation | None:
         """Returns what the module does with heads of `dim` channels; None if that is not a rotation."""
+        if (rotation := cls.said_by(module, dim)) is None:
+            return None
+        x = _random((1, 2, 1, dim), dtype)
+        try:
+            for position in CHECK_POSITIONS:
+                at, more = mx.array([position]), ANGLE_TOLERANCE * position * abs(rotation.scale)
+                if not _agree(module(x, offset=at), rotation(x, at), more):
+                    return None
+        except _CALL_ERRORS:
+            return None
+        return rotation
+
+    @classmethod
+    def said_by(cls, module: Any, dim: int) -> Rotation | None:
+        """Returns what the module seems to do, and calls nothing; None if it is no rotation."""
         dims, base, periods = getattr(module, "dims", None), getattr(module, "base", None), rope_periods(module)
         if not isinstance(dims, int) or dims % 2 or dims > dim:
             return None
@@ -86,16 +110,7 @@ class Rotation:
         else:
             return None
         scale, traditional = getattr(module, "scale", 1.0), getattr(module, "traditional", False)
-        rotation = cls(module, dims, bool(traditional), float(scale), frequencies, exponents)
-        x = _random((1, 2, 1, dim), dtype)
-        try:
-            for position in CHECK_POSITIONS:
-                at = mx.array([position])
-                if not _agree(module(x, offset=at), rotation(x, at), ANGLE_TOLERANCE * position * abs(scale)):
-                    return None
-        except _CALL_ERRORS:
-            return None
-        return rotation
+        return cls(module, dims, bool(traditional), float(scale), frequencies, exponents)
 
     def __call__(self, x: mx.array, positions: mx.array) -> mx.array:
         """Rotates (sequences, heads, 1, dim), in float32, by (sequences,) positions."""

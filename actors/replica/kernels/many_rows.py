@@ -6,8 +6,8 @@ NVRTC took 34 to 44 s of a processor and 3 GB for each of them, one after the ot
 minutes. Dequantizing and MLX's plain product compile nothing. What dequantizing costs is a pass over the weights, which
 takes as long as a product of some hundred rows.
 
-So fewer rows are left to the kernel of `few_rows.py`, if it was found right: up to `TURNS` times what it takes at a
-time. Less than 8 rows are MLX's, whose kernel for them is compiled already.
+Fewer rows are left to the kernel of `few_rows.py`, if it was found right and not slower, and less than 8 to MLX, whose
+kernel for them is compiled already.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ import mlx.nn as nn
 from ...patches import recast
 from ..device.device import on_cuda
 from . import gpu_kernels
-from .few_rows import FewRowsEmbedding, FewRowsLinear, multiply, takes
+from .few_rows import FewRowsEmbedding, FewRowsLinear, takes
 
 ROWS_LEAST = 8
 """The fewest rows for which MLX compiles a kernel."""
-
-TURNS = 4
-"""In so many turns of the kernel for few rows weights are read as often as for one dequantized product."""
 
 PIECE_BYTES = 2**27
 """At most so much of a matrix is dequantized at a time."""
@@ -84,11 +81,7 @@ def product(layer: Any, x: mx.array) -> mx.array:
     Returns:
         `(..., outputs)`.
     """
-    outputs, inputs, most = layer["weight"].shape[0], x.shape[-1], layer.rows_most
-    rows = x.reshape(-1, inputs)
-    if x.dtype == layer["scales"].dtype and len(rows) <= TURNS * most:
-        turns = [rows[start : start + most] for start in range(0, len(rows), most)]
-        return mx.concatenate([multiply(layer, turn, (outputs,))[0] for turn in turns]).reshape(*x.shape[:-1], outputs)
+    outputs, inputs = layer["weight"].shape[0], x.shape[-1]
     height = -(-outputs // -(-outputs * inputs * x.dtype.size // PIECE_BYTES))
     pieces = []
     for start in range(0, outputs, height):

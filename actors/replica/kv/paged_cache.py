@@ -192,7 +192,7 @@ class PagedKVCache:
         into in place; MLX would copy them, because the step in flight still reads them.
 
         Args:
-            new: how many each sequence has, all in its open block, which they do not fill; None for one each.
+            new: how many each sequence has, all in its open block, which only one alone may fill; None for one each.
             padded: whether there are open blocks, and one token each, for `padded_rows` sequences.
         """
         assert self._keys is not None and self._values is not None
@@ -215,12 +215,10 @@ class PagedKVCache:
         """Counts the tokens that the kernel appends to the sequences, `new` as for `kernel_step`. `seal_filled` must
         follow once a step that fills blocks is launched, not before: MLX does not know that the kernel writes the
         arrays from which blocks are sealed."""
-        if new is not None:
-            self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
-            return
         step = self._step(1)
         self._filled = (self.lengths, step) if any(step.full) else None
-        self.lengths = step.after
+        counts = [1] * len(self.lengths) if new is None else new
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def seal_filled(self) -> None:
         """Seals blocks that became full in the last kernel's step."""

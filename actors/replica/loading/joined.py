@@ -289,7 +289,7 @@ def _at(module: nn.Module, name: str) -> Any:
 
 
 def _joined(layers: list[Any]) -> list[Part]:
-    product = Joined(_concatenated(layers), [layer.weight.shape[0] for layer in layers])
+    product = Joined(concatenated(layers), [layer.weight.shape[0] for layer in layers])
     return [Part(product, index) for index in range(len(layers))]
 
 
@@ -298,12 +298,13 @@ def _separate(parts: list[Any]) -> list[nn.Module]:
     return [_cut(product.layer, start, end) for start, end in pairwise([0, *accumulate(product.widths)])]
 
 
-def _concatenated(layers: Sequence[Any]) -> Any:
+def concatenated(layers: Sequence[Any]) -> Any:
+    """Returns a layer with the outputs of several, one after the other."""
     made = copy.copy(layers[0])
     for name, value in layers[0].items():
         values = [layer[name] for layer in layers]
         if isinstance(value, nn.Module):
-            made[name] = _concatenated(values)
+            made[name] = concatenated(values)
         elif isinstance(value, mx.array):
             made[name] = mx.concatenate(values)
     return made

@@ -48,8 +48,9 @@ from ..kv.paged_cache import Reads
 from ..proving.findings import Findings
 from ..proving.pieces import IN_ONE_PIECE, Pieces
 from . import adapters as by_request
-from . import decode_ways, few_rows_check, joined, kv_choice
+from . import decode_ways, few_rows_check, joined, kernels_ahead, kv_choice
 from .adapters import AdapterFiles
+from .kernels_ahead import KernelsAhead
 from .kv_choice import AUTO
 from .model_id import computing, files_of, order_of_weights, products_id, refuse_elsewhere
 from .prepare import prepare_weights
@@ -141,6 +142,7 @@ def load(
         named,
     )
     weight_files = _claimed_weights(how, claim)
+    how = replace(how, ahead=_begun_kernels(how, weight_files))
     # Before loading, which then reads the files from the system's cache if memory allows.
     model_paths = files_of(folder, adapter_folder)
     paths = model_paths | {name: path for each in named for name, path in each.paths.items()}
@@ -208,7 +210,7 @@ def _plain(how: _How, running: _Running, files: dict[str, str], context_tokens: 
 
 @dataclass(frozen=True)
 class _How:
-    """How a model is started: the arguments of `load`."""
+    """How a model is started: the arguments of `load`, and the kernels that are compiled meanwhile."""
 
     source: str
     folder: Path
@@ -222,6 +224,7 @@ class _How:
     progress: Progress
     tried: Tried
     named: list[AdapterFiles] = field(default_factory=list)
+    ahead: KernelsAhead | None = None
 
 
 @dataclass(frozen=True)
@@ -259,6 +262,11 @@ def _claimed_weights(how: _How, claim: Callable[[int], None]) -> list[WeightFile
     claim(needed)
     _check_memory(how.source, needed)
     return files
+
+
+def _begun_kernels(how: _How, weight_files: list[WeightFile]) -> KernelsAhead | None:
+    config = read_json(how.folder / "config.json")
+    return kernels_ahead.begin(config, weight_files, how.dtype, how.kv, decodes=how.numerics == "fast")
 
 
 def _keeping(
@@ -399,8 +407,10 @@ def _start(how: _How, *, seeing: bool) -> _Running:
         if seeing:
             raise ModelLoadError(f"{how.source} takes pictures: adapters are only served on models of text")
         by_request.check_fit(whole, how.named)
-    kept = prepare_weights(whole, how.dtype, how.weights, lambda fraction: how.progress(how.what, fraction))
     language: Any = whole.language_model if seeing else whole
+    if how.ahead is not None:
+        how.ahead.opened(language)
+    kept = prepare_weights(whole, how.dtype, how.weights, lambda fraction: how.progress(how.what, fraction))
     caches = make_prompt_cache(model)
     logits = model(mx.array([[0, 0]], mx.uint32), cache=caches)
     mx.eval(logits, [cache.state for cache in caches])

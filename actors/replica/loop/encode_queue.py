@@ -218,6 +218,8 @@ class PictureQueue:
         if self._encoding is not None and self._encoding.made.done():
             encoding, self._encoding = self._encoding, None
             self._finish(encoding, attempt)
+        if not self._waiting:
+            return
         for waiting in self._by_turn():
             sequence, missing, full = waiting.sequence, waiting.missing, self._is_full()
             for index, picture in list(missing.items()):

@@ -102,11 +102,9 @@ class Inbox:
 
     def take(self) -> Iterator[Command]:
         """Yields all commands that are queued now."""
-        while True:
-            try:
-                command = self._queue.get_nowait()
-            except queue.Empty:
-                return
+        # Nobody else takes any.
+        while not self._queue.empty():
+            command = self._queue.get_nowait()
             if command is not None:
                 yield command
 

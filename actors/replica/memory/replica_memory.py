@@ -25,7 +25,8 @@ from ....cluster.config.nodes import Node
 from ....cluster.errors import NoRoom
 from ...model_files.source import read_json
 from ...protocol.block_ids import BLOCK_TOKENS
-from ..device.device import device_bytes, on_cuda
+from ..device.device import device_bytes, on_cuda, size_graphs
+from ..device.temporary_memory import TEMPORARY
 from ..device.wired import Wired
 from ..execution.loaded_model import LoadedModel
 from ..kv.caches import ModelCacheSpec
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 LEAST_PART = 1 / 16
 """The least part of the device's memory that a replica gets if the config names no figure."""
+
+TEMPORARY_PART = 4
+"""What is launched ahead may need this fraction of what KV might have, if that is more than a prompt's layer needs."""
 
 POLL_S = 1.0
 
@@ -82,6 +86,7 @@ class ReplicaMemory:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path = folder / f"{replica}-{os.getpid()}.claim"
         self._own = Claim(0, 0, kv, max([node_bytes(), *(other.device for other in self._others())]))
+        size_graphs(self.bytes_max)
         # The file gets its name once it is locked: other replicas remove claims that are not locked.
         started = self._path.with_suffix(".new")
         self._file = os.open(started, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -187,6 +192,7 @@ class ReplicaMemory:
             raise NoRoom(self._no_room(weights))
         self.note(weights, self._workspace)
         share = self.share_bytes()
+        TEMPORARY.bytes_max = max(self._workspace, share // TEMPORARY_PART)
         if limits_of(loaded, self._scheduling, share).prompt_tokens_max < 1:
             raise NoRoom(
                 f"{_mib(share)} are left beside the weights ({_mib(weights)}) and other replicas, "

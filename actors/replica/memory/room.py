@@ -124,8 +124,9 @@ class MemoryRoom:
     def fit(self) -> None:
         """Makes room before a step: evicts cached KV and embeddings for which there is no room beside the sequences,
         and limits what sequences may cost."""
-        self._memory.fit()
         sequences, held = self.sequences(), self.held()
+        if self._memory.fit_into(self.budget.kept_bytes(sequences, held)):
+            held = self.held()
         most = self._scheduling.vision_bytes_max
         room = self.budget.pictures_bytes(sequences, held)
         self._pictures.embeddings.resize(room if most is None else min(most, room))

@@ -201,7 +201,13 @@ class SequenceMemory:
 
     def fit(self) -> None:
         """Evicts the least recently used unpinned KV until the rest has room beside the sequences."""
-        self.prefixes.resize(max(0, min(self._bytes_max, self.room())))
+        self.fit_into(self.room())
+
+    def fit_into(self, room_bytes: int) -> bool:
+        """As `fit`, if there are so many bytes of room. Returns whether anything was evicted."""
+        before = self.prefixes.nbytes
+        self.prefixes.resize(max(0, min(self._bytes_max, room_bytes)))
+        return self.prefixes.nbytes != before
 
     def _unpin(self, *holders: str) -> None:
         # KV that was pinned may stay within the usual limit.

@@ -251,6 +251,8 @@ class Scheduler:
     def admit(self) -> str | None:
         """Admits the next sequence of the queue if one may start prefilling now; the caller must call `reused` for
         it."""
+        if not self._waiting:
+            return None
         if self.running >= self.limits.sequences_max or len(self._prefilling) >= self.limits.prefill_sequences_max:
             return None
         sequence, self._expected = self._expected or self._next_waiting(), None

@@ -355,15 +355,21 @@ async def test_a_request_whose_caller_is_cut_off_is_taken_out(replica: ReplicaAc
 
 
 async def test_frames_come_over_a_socket_too(replica: ReplicaActor, monkeypatch: pytest.MonkeyPatch):
-    """Who asks in one way may go on in the other."""
+    """Who asks in one way may go on in the other. Over the socket one call asks for many frames."""
     monkeypatch.setattr(local, "this_machine", lambda: "node-1")
     at, again = await asyncio.gather(*(client(replica).local_address() for _ in range(2)))
-    assert at == again and (at.machine, at.methods) == ("node-1", ["next_frame", "submit", "abort"])
-    near = ReplicaClient("m-0", USUAL, Direct(lambda: replica), near=True)
-    for number, who in enumerate((near, near, client(replica), near)):
+    assert at == again and (at.machine, at.ahead) == ("node-1", ["next_frame"])
+    assert at.methods == ["next_frame", "submit", "abort"]
+    near, other, third = (ReplicaClient("m-0", USUAL, Direct(lambda: replica), near=True) for _ in range(3))
+    for one in (near, other, third):
+        await one.go_on([])
+        await asyncio.wait({one.actor._opening}, timeout=20)  # type: ignore[attr-defined]
+    for number, who in enumerate((near, near, client(replica), other, other)):
         asked = asyncio.ensure_future(who.next_frame("c", number))
         await asyncio.sleep(0.05)
         replica._deliver({"c": [SequenceUpdate("r", [number])]})
         assert await asked == [SequenceUpdate("r", [number])]
-    assert await near.next_frame("c", 1) is None, "this frame has been given"
-    assert near.actor._connection is not None  # type: ignore[attr-defined]
+    replica._deliver({"c": [SequenceUpdate("r", [5])]})
+    replica._deliver({"c": [SequenceUpdate("r", [6])]})
+    assert await other.next_frame("c", 5) == [SequenceUpdate("r", [5])], "frames are sent ahead"
+    assert await third.next_frame("c", 6) is None, "this frame has been given"

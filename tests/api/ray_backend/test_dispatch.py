@@ -16,7 +16,6 @@ from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
 from satchel.actors.protocol.router_messages import Decision, SequenceLeft
-from satchel.actors.replica.loop.consumers import _merge
 from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.connection import SENT_MAX, ReplicaConnection, SentPictures
 from satchel.api.ray_backend.sequences import ATTEMPTS, RayGeneration
@@ -322,6 +321,42 @@ async def test_much_at_once_makes_no_slow_reader():
     assert not backend.links["a"].aborted
 
 
+async def test_what_came_since_the_last_update_was_read_is_one_update():
+    """A replica sends frames ahead. An endpoint that is slower than it sends fewer events, not ever more of them."""
+    backend = FakeBackend(a=[])
+    sequence = generation(backend)
+    await sequence.start()
+    link, updates = backend.links["a"], aiter(sequence)
+    for token in range(3):
+        link.say(token)
+    assert (await anext(updates)).tokens == [0, 1, 2]
+    link.say(3)
+    assert (await anext(updates)).tokens == [3]
+    link.say(4)
+    link.say(5, finish="length")
+    last = await anext(updates)
+    assert (last.tokens, last.finish) == ([4, 5], "length")
+    assert [update async for update in updates] == []
+
+
+async def test_tokens_before_a_loss_are_read_before_the_sequence_goes_on():
+    backend = FakeBackend(a=[], b=[])
+    sequence = generation(backend)
+    await sequence.start()
+    for token in (1, 2):
+        backend.links["a"].say(token)
+    backend.links["a"].lose()
+    updates = aiter(sequence)
+    assert (await anext(updates)).tokens == [1, 2]
+    going_on = asyncio.ensure_future(anext(updates))
+    async with asyncio.timeout(20):
+        while not backend.links["b"].taken:
+            await asyncio.sleep(0)
+    assert backend.links["b"].taken[-1].prompt == [*REQUEST.prompt, 1, 2]
+    backend.links["b"].say(3, finish="stop")
+    assert (await going_on).tokens == [3]
+
+
 async def test_a_reader_that_reads_may_read_any_amount():
     backend = FakeBackend(a=[])
     sequence = generation(backend)
@@ -404,18 +439,6 @@ def test_of_very_many_pictures_the_latest_are_remembered():
     assert sent.without(first) is first and sent.without(last).media[0].pixels == []
     other = replace(last, root_id=b"s" * 32)
     assert sent.without(other) is other, "another tenant's picture is another one"
-
-
-def test_merged_updates_keep_every_tokens_logprobs():
-    """An update without tokens has no logprobs, whichever comes first."""
-    entries = [(-0.5, [(7, -0.5)]), (-1.0, [(8, -1.0)]), (-2.0, [(9, -2.0)])]
-    first = SequenceUpdate("r", [], cached_tokens=5)
-    merged = first
-    for token, entry in zip([7, 8, 9], entries, strict=True):
-        merged = _merge(merged, SequenceUpdate("r", [token], logprobs=[entry]))
-    merged = _merge(merged, SequenceUpdate("r", [], "stop"))
-    assert merged == SequenceUpdate("r", [7, 8, 9], "stop", 5, None, entries)
-    assert _merge(first, SequenceUpdate("r", [7])).logprobs is None
 
 
 CPU, GPU = b"c" * 32, b"g" * 32

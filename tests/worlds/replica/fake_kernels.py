@@ -17,6 +17,7 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kernels import block_kernels, decode_kernel, gpu_kernels, seal_kernel, sealing, sum_norm
 from satchel.actors.replica.kernels.decode_views import DecodeView, KernelView
+from satchel.actors.replica.kernels.prefill_kernel import Chunk
 from satchel.actors.replica.kernels.sealing import Sealed, SealPolicy
 from satchel.actors.replica.kv import attention
 from satchel.actors.replica.kv.paged_cache import heads_of
@@ -71,7 +72,7 @@ def attend(
     assert new.max() <= read.most and (places % BLOCK_TOKENS + 1 == opened).all()
     for tail, fresh in zip(step.tails, (keys, view.values), strict=True):
         assert tail.dtype == fresh.dtype
-        place, made = np.array(tail, copy=False), np.array(fresh)
+        place, made = to_numpy(tail), to_numpy(fresh)
         for token in range(real):
             place[owners[token], :, opened[token] - 1] = made[token, :, 0]
     counts = ends - begins
@@ -93,6 +94,31 @@ def attend(
     out = attention.attend(queries[:real], reference, policy, scale, sinks)
     # What comes out for padding has no meaning.
     return mx.pad(out, [(0, tokens - real), *[(0, 0)] * 3], constant_values=float("nan"))
+
+
+def attend_prompts(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    chunk: Chunk,
+    scale: float,
+    window: int,
+    sinks: mx.array | None,
+) -> mx.array:
+    """What the kernel for prompts' attention computes, in float32."""
+    outs = []
+    for sequence, (length, new, first) in enumerate(zip(chunk.lengths, chunk.new, chunk.first, strict=True)):
+        own = length // 256 * 256
+        sealed = mx.arange(chunk.sealed) + 256 * first
+        inside = mx.arange(keys.shape[2] - chunk.sealed) + own
+        asking = mx.minimum(mx.arange(queries.shape[2]), new - 1)[:, None] + length
+        block = mx.full(asking.shape, own) if chunk.exact else asking // 256 * 256
+        known = mx.concatenate([sealed < block, inside >= block], axis=1)
+        places = mx.concatenate([sealed, inside])
+        seen = known & (places <= asking) & ((places > asking - window) if window else True)
+        row = slice(sequence, sequence + 1)
+        outs.append(attention.attend_few(queries[row], keys[row], values[row], seen[None, None], scale, sinks))
+    return mx.concatenate(outs)
 
 
 def seal(

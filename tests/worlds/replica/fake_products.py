@@ -44,7 +44,19 @@ def cuda() -> Iterator[list[str]]:
         patch.setattr(few_rows_check, "multiply_gated", gated)
         patch.setattr(few_rows, "multiply", multiply)
         patch.setattr(few_rows, "multiply_gated", multiply_gated)
+        patch.setattr(mx, "quantized_matmul", quantized_matmul)
         yield launched
+
+
+_quantized_matmul = mx.quantized_matmul
+
+
+def quantized_matmul(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *how: Any, **named: Any) -> mx.array:
+    """Products of float16 are added up in float32, as on a GPU. On a CPU MLX takes thirty times as long for others."""
+    if x.dtype != mx.float16:
+        return _quantized_matmul(x, w, scales, biases, *how, **named)
+    wide, scales, biases = (each.astype(mx.float32) for each in (x, scales, biases))
+    return _quantized_matmul(wide, w, scales, biases, *how, **named).astype(x.dtype)
 
 
 def product(layer: Any, x: mx.array, widths: Sequence[int], add: mx.array | None = None) -> list[mx.array]:

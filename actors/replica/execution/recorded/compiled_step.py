@@ -69,7 +69,7 @@ class CompiledStep:
 
     def __call__(
         self,
-        inputs: mx.array,
+        inputs: mx.array | Sequence[int],
         caches: Sequence[PagedKVCache],
         extra: Mapping[str, mx.array],
         new: Sequence[int] | None = None,
@@ -78,7 +78,7 @@ class CompiledStep:
         """Computes the logits of a batch's next tokens, and adds the tokens to the caches.
 
         Args:
-            inputs: (tokens,), an integer dtype: sequence after sequence.
+            inputs: (tokens,), an integer dtype, or numbers: sequence after sequence.
             caches: one a layer.
             extra: the model's other inputs, for `padded_rows` sequences, or `padded_count` tokens if `new` is given.
             new: how many of the tokens each sequence has, as for `PagedKVCache.kernel_step`.
@@ -102,11 +102,15 @@ class CompiledStep:
         run = self._graphs.get(key)
         if run is None:
             run = self._graphs[key] = self._record(caches, type(steps[0].pool), read.most)
-        offsets, count = caches[0].lengths, inputs.shape[0]
+        offsets, count = caches[0].lengths, len(inputs)
         if new is not None:
             offsets = [length + at for length, count in zip(offsets, new, strict=True) for at in range(count)]
-        if padding := [0] * (read.tokens - count):
-            offsets, inputs = offsets + padding, mx.concatenate([inputs, mx.array(padding, inputs.dtype)])
+        padding = [0] * (read.tokens - count)
+        offsets = offsets + padding
+        if not isinstance(inputs, mx.array):
+            inputs = mx.array([*inputs, *padding], mx.uint32)
+        elif padding:
+            inputs = mx.concatenate([inputs, mx.array(padding, inputs.dtype)])
         numbers = [mx.array([*adapters, *padding], mx.uint32)] if adapts else []
         logits = run(inputs[:, None], mx.array(offsets), groups, layers, dict(extra), numbers)
         for cache in caches:

@@ -49,9 +49,9 @@ class Deferral:
     def _find(self, module: Any) -> None:
         """Adds the children of a layer's attention."""
         norms, rotations, dims = {}, {}, set()
-        children = dict(module.items()) | {name: value for name, value in vars(module).items() if callable(value)}
+        children = _children(module)
         for name, child in children.items():
-            if name[0] in "qk" and "norm" in name and (norm := Norm.of(child)) is not None:
+            if _norms_heads(name) and (norm := Norm.of(child)) is not None:
                 norms[name] = norm
                 dims.add(norm.weight.size)
         dim = next(iter(dims)) if len(dims) == 1 else getattr(module, "head_dim", 0)
@@ -120,3 +120,31 @@ class Deferral:
             raise CannotDefer("only a part of queries or keys is rotated or normed")
         rotation = noted.rotations[0] if noted.rotations else None
         return HeadTransform(noted.norms.get("q"), noted.norms.get("k"), rotation)
+
+
+def likely_transforms(model: Any, dim: int) -> list[HeadTransform]:
+    """Returns what layers seem to leave to the kernel, one of each kind, as far as their modules say without being
+    called: the weights may be lazy. What they do may be something else.
+
+    Args:
+        dim: channels per head.
+    """
+    found: dict[Any, HeadTransform] = {}
+    for _, module in model.named_modules():
+        children = _children(module)
+        turns = (Rotation.said_by(child, dim) for child in children.values() if hasattr(child, "dims"))
+        if (turn := next(filter(None, turns), None)) is None:
+            continue
+        said = {name[0]: Norm.said_by(child) for name, child in children.items() if _norms_heads(name)}
+        norms = {whose: norm for whose, norm in said.items() if norm is not None and norm.weight.size == dim}
+        kind = (*sorted(norms), turn.dims, turn.traditional, turn.exponents is None)
+        found.setdefault(kind, HeadTransform(norms.get("q"), norms.get("k"), turn))
+    return list(found.values())
+
+
+def _children(module: Any) -> dict[str, Any]:
+    return dict(module.items()) | {name: value for name, value in vars(module).items() if callable(value)}
+
+
+def _norms_heads(name: str) -> bool:
+    return name[0] in "qk" and "norm" in name

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ....protocol.replica_messages import TokenLogprobs
 from .sampling import Draw
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """A sequence's next token; `logprobs` if the sequence asked for them. If not `sound`, its logit was not a finite
     number; if there is a `grammar_error`, the sequence's grammar could not be followed. The token is meaningless in
     both cases."""

@@ -115,11 +115,14 @@ class _SampledSequence:
 
     def after(self, token: int) -> _SampledSequence:
         """Returns a copy that has also drawn `token`."""
+        position = self.position + 1
+        if self.limits is None and self.thinking is None:
+            return _SampledSequence(self.sampling, self.seed, self.banned, position)
         drawn, limits, thinking = mx.array([token]), copy(self.limits), copy(self.thinking)
         for limit in (limits, thinking):
             if limit is not None:
                 limit.drawn(drawn)
-        return replace(self, position=self.position + 1, limits=limits, thinking=thinking)
+        return replace(self, position=position, limits=limits, thinking=thinking)
 
     @property
     def counted(self) -> bool:

@@ -9,6 +9,8 @@ import mlx.core as mx
 
 from ...execution.recorded.compiled_step import CompiledStep
 from ...execution.recorded.deferral import Deferral
+from ...execution.recorded.fused_products import FusedProducts
+from ...execution.recorded.residual_sums import ResidualSums
 from ...kernels.decode_views import padded_rows
 from ...kv.paged_cache import PagedKVCache
 from ...loading.quirks import FlatCaches
@@ -61,9 +63,11 @@ class PipelinedStage:
         """Returns what the layers make of `hidden`, as `Stage` does."""
         return self._called(tokens, cache=cache, hidden=hidden, **given)
 
-    def recorded(self, deferral: Deferral | None) -> RecordedStage:
-        """Returns what computes the stage's decode steps as recorded graphs."""
-        return RecordedStage(self, deferral)
+    def recorded(
+        self, deferral: Deferral | None, fusions: Sequence[ResidualSums | FusedProducts] = ()
+    ) -> RecordedStage:
+        """Returns what computes the stage's decode steps as recorded graphs. Arguments as for `CompiledStep`."""
+        return RecordedStage(self, deferral, fusions)
 
     def make_cache(self) -> list[Any]:
         """Returns empty caches of one sequence for the stage's layers."""
@@ -76,8 +80,13 @@ class PipelinedStage:
 class RecordedStage(CompiledStep):
     """Decode steps of a stage. Hidden states come and go between two recorded graphs."""
 
-    def __init__(self, stage: PipelinedStage, deferral: Deferral | None) -> None:
-        super().__init__(stage.compute, deferral)
+    def __init__(
+        self,
+        stage: PipelinedStage,
+        deferral: Deferral | None,
+        fusions: Sequence[ResidualSums | FusedProducts],
+    ) -> None:
+        super().__init__(stage.compute, deferral, fusions=fusions)
         self._stage = stage
 
     def __call__(

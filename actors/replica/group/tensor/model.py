@@ -92,6 +92,11 @@ class SharePart:
         """As `loading.Part.leads`."""
         return self._ranks.rank() == self._ranks.size() - 1
 
+    @property
+    def shares(self) -> int:
+        """As `loading.Part.shares`."""
+        return self._ranks.size()
+
     def cut(self, opened: Opened) -> None:
         """As `loading.Part.cut`."""
         shard(opened.language, self._ranks, opened.called)

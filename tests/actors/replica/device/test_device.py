@@ -62,8 +62,13 @@ def test_products_of_a_mac_with_tensor_units_are_no_fault_of_a_model(monkeypatch
     assert multiplies_exactly(mx.float32) and not agree(exact, shortened)
 
 
-@pytest.mark.parametrize(("gb", "wanted"), [(141, "4512"), (48, "1536"), (24, "1000")])
-def test_graphs_are_as_large_as_the_device_allows(gb: int, wanted: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("gb", "allowed", "wanted"),
+    [(141, None, "4512"), (48, None, "1536"), (24, None, "768"), (141, 4, "128"), (2, 4, "100")],
+)
+def test_graphs_are_as_large_as_the_memory_allows(
+    gb: int, allowed: int | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+):
     name = "MLX_MAX_MB_PER_BUFFER"
     # So that it is put back as it was.
     monkeypatch.setenv(name, "")
@@ -72,7 +77,7 @@ def test_graphs_are_as_large_as_the_device_allows(gb: int, wanted: str, monkeypa
     device.size_graphs()
     assert name not in os.environ
     monkeypatch.setattr(device, "on_cuda", lambda: True)
-    device.size_graphs()
+    device.size_graphs(None if allowed is None else allowed * 2**30)
     assert os.environ[name] == wanted
     monkeypatch.setenv(name, "5")
     device.size_graphs()

@@ -303,3 +303,14 @@ def test_a_block_is_written_into_the_pool_without_a_copy_of_it(tmp_path: Path):
     decode(executor, 1)
     mx.synchronize()
     assert mx.get_peak_memory() - before < largest / 2, "an array of the pool was copied"
+
+
+def test_what_was_computed_before_it_is_not_its_temporary_memory(loaded: LoadedModel):
+    """Tests of a load may need more than any prompt."""
+    much = 2**26
+    mx.eval(mx.zeros((much,), mx.uint8) + 1)
+    executor = BatchExecutor(loaded)
+    for name in ("one", "two"):
+        executor.open(name, [], None, 0)
+        executor.prefill([(name, [1, 2, 3])])
+    assert 0 < executor.workspace_bytes < much

@@ -25,6 +25,7 @@ from satchel.actors.replica.kernels import prefill_kernel
 from satchel.actors.replica.kv import attention
 from satchel.actors.replica.loading import models
 from tests.worlds.models.families import FAMILIES, VOCABULARY, write_model
+from tests.worlds.replica import fake_kernels
 from tests.worlds.replica.bench import Bench, Forced, Logits
 from tests.worlds.replica.drafting import oracle
 
@@ -258,31 +259,6 @@ def test_prompts_on_cuda_equal_the_bare_model(
     assert taken
 
 
-def by_chunk(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    chunk: prefill_kernel.Chunk,
-    scale: float,
-    window: int,
-    sinks: mx.array | None,
-) -> mx.array:
-    """What the kernel for prompts' attention computes, in float32."""
-    outs = []
-    for sequence, (length, new, first) in enumerate(zip(chunk.lengths, chunk.new, chunk.first, strict=True)):
-        own = length // 256 * 256
-        sealed = mx.arange(chunk.sealed) + 256 * first
-        inside = mx.arange(keys.shape[2] - chunk.sealed) + own
-        asking = mx.minimum(mx.arange(queries.shape[2]), new - 1)[:, None] + length
-        block = mx.full(asking.shape, own) if chunk.exact else asking // 256 * 256
-        known = mx.concatenate([sealed < block, inside >= block], axis=1)
-        places = mx.concatenate([sealed, inside])
-        seen = known & (places <= asking) & ((places > asking - window) if window else True)
-        row = slice(sequence, sequence + 1)
-        outs.append(attention.attend_few(queries[row], keys[row], values[row], seen[None, None], scale, sinks))
-    return mx.concatenate(outs)
-
-
 @few_families
 def test_prompts_that_a_kernel_attends_for_equal_the_bare_model(
     family: Family, forced: Callable[..., tuple[Bench, Logits]], monkeypatch: pytest.MonkeyPatch
@@ -293,7 +269,9 @@ def test_prompts_that_a_kernel_attends_for_equal_the_bare_model(
     taken: list[int] = []
     monkeypatch.setattr(attention, "on_cuda", lambda: True)
     monkeypatch.setattr(attention, "prefill_kernel_works", lambda heads, window: True)
-    monkeypatch.setattr(prefill_kernel, "attend", lambda *given: taken.append(given[5]) or by_chunk(*given))
+    monkeypatch.setattr(
+        prefill_kernel, "attend", lambda *given: taken.append(given[5]) or fake_kernels.attend_prompts(*given)
+    )
     bench, noted = forced(prefill_chunk_tokens=512)
     bench.engine.executor.batched_prefill = True
     compare_together(bench, family, noted)

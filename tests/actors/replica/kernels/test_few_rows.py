@@ -73,6 +73,8 @@ def drawn(shape: tuple[int, ...], dtype: mx.Dtype = mx.bfloat16) -> mx.array:
         (32, 256, (80, 32), 64, (2, 8, 2)),
         (29, 1024, (208,), 64, (4, 4, 1)),
         (11, 1280, (80,), 128, (2, 2, 4)),
+        (71, 320, (48, 16), 64, (2, 8, 1)),
+        (128, 256, (80,), 128, (1, 8, 2)),
     ],
 )
 def test_the_kernel_multiplies(
@@ -97,7 +99,7 @@ def test_the_kernel_multiplies(
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize("rows, bias", [(3, False), (13, True)])
+@pytest.mark.parametrize("rows, bias", [(3, False), (13, True), (45, True)])
 def test_it_adds_to_a_product_as_a_sum_after_it_does(dtype: mx.Dtype, rows: int, bias: bool, kernel: None):
     """To the last bit."""
     layer, x = quantized(48, 192, dtype, bias=bias), drawn((rows, 1, 192), dtype)
@@ -109,7 +111,7 @@ def test_it_adds_to_a_product_as_a_sum_after_it_does(dtype: mx.Dtype, rows: int,
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize(
     ("rows", "inputs", "width", "shape"),
-    [(2, 64, 16, (2, 8, 1)), (7, 640, 48, (4, 4, 2)), (16, 512, 80, (2, 4, 2)), (27, 256, 48, (4, 4, 1))],
+    [(2, 64, 16, (2, 8, 1)), (7, 640, 48, (4, 4, 2)), (16, 512, 80, (2, 4, 2)), (67, 256, 48, (4, 4, 1))],
 )
 def test_gates_let_through_what_mlx_lm_lets_through(
     dtype: mx.Dtype,
@@ -244,7 +246,7 @@ def test_a_models_layers_multiply_few_rows_by_the_kernel(device: None, monkeypat
     # On a CPU MLX rounds sums of codes to 16 bits.
     assert mx.abs(after - before).max() <= 5e-2 * mx.abs(before).max()
     seen.clear()
-    model(mx.zeros((33, 1), mx.uint32), None)
+    model(mx.zeros((129, 1), mx.uint32), None)
     assert not seen
     model(tokens[:1], None)
     assert len(seen) == 3
@@ -260,13 +262,13 @@ def test_one_row_is_multiplied_by_the_kernel_where_that_is_not_slower(device: No
     monkeypatch.setattr(few_rows_check, "_kernel_is_slower", slower)
     model = Tiny()
     few_rows_check.install(model)
-    assert timed == [32, 1] * 3
+    assert timed == [128, 1] * 3
     assert [few_rows.takes(model.last, drawn((rows, 64))) for rows in (1, 2, 32)] == [False, True, True]
 
 
 def test_a_kernel_that_is_slower_is_used_for_fewer_rows_or_not_at_all(device: None, monkeypatch: pytest.MonkeyPatch):
     model, tried = Tiny(), []
-    monkeypatch.setattr(few_rows_check, "is_slower", lambda *_: tried.append(1) or len(tried) < 3)
+    monkeypatch.setattr(few_rows_check, "is_slower", lambda *_: tried.append(1) or len(tried) < 5)
     few_rows_check.install(model)
     # The layer that was tried first.
     assert model.last.rows_most == 8

@@ -52,7 +52,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         ends = [sum(widths[: part + 1]) for part in range(len(widths) - 1)]
         return [*mx.split(exactly(layer, x), ends, axis=-1)]
 
-    for module in (few_rows, few_rows_check, many_rows):
+    for module in (few_rows, few_rows_check):
         monkeypatch.setattr(module, "multiply", multiply)
     monkeypatch.setattr(few_rows_check, "multiply_gated", multiply_gated)
     monkeypatch.setattr(few_rows_check, "prepare_products", lambda layer, widths: None)

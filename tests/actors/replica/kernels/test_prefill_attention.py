@@ -47,8 +47,14 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ([4000], [5], 0, False, (2, 1), (32, 16)),
     ],
 )
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "sinks"),
+    [
+        (mx.bfloat16, False),
+        (mx.float16, True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(mx.bfloat16, True), (mx.float16, False)]),
+    ],
+)
 def test_it_agrees_with_plain_products(
     lengths: list[int],
     new: list[int],

@@ -31,7 +31,7 @@ def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Findings:
 
 
 def start(findings: Findings, monkeypatch: pytest.MonkeyPatch, *, crashes: bool) -> DecodeWay:
-    def found(*_: Any) -> DecodeWay:
+    def found(*_: Any, **how: bool) -> DecodeWay:
         if crashes:
             raise Crash
         return WITH_KERNEL

@@ -17,6 +17,7 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv.paged_cache import PagedKVCache
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.bring_back import _EndedTurn
+from satchel.actors.replica.memory.budget import MemoryBudget
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.cluster.errors import Draining
 from tests.worlds.models.families import write_model
@@ -147,12 +148,14 @@ def test_evicted_kv_of_an_agent_is_back_before_its_next_turn(loaded: LoadedModel
 
 
 @pytest.mark.parametrize("why", ["no room", "forgotten"])
-def test_kv_is_not_read_back_where_that_would_harm(why: str, loaded: LoadedModel, node: Node):
+def test_kv_is_not_read_back_where_that_would_harm(
+    why: str, loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
+):
     prompt = words(loaded, 3 * BLOCK_TOKENS + 7)
     bench = evicted(loaded, node, prompt)
     engine, ids = bench.engine, ids_of(loaded, prompt)
     if why == "no room":
-        engine.memory.room = lambda: 2 * BLOCK_TOKENS * loaded.spec.bytes_per_token
+        monkeypatch.setattr(MemoryBudget, "kept_bytes", lambda *_: 2 * BLOCK_TOKENS * loaded.spec.bytes_per_token)
         engine.memory.fit()
     else:
         engine.forget_prepared(ANN)

@@ -58,18 +58,30 @@ def converse(bench: Bench) -> None:
     bench.run("after", [*LATE, 5], max_tokens=4)
 
 
+@pytest.fixture(scope="module")
+def clean(loaded: LoadedModel) -> Bench:
+    """The conversation on a device that loses nothing."""
+    bench = Bench(loaded)
+    converse(bench)
+    return bench
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     "place, call",
     [("step", 1), ("step", 5), ("prefill", 1), ("cut", 1), ("cut", 2), ("seal", 1), ("seal", 2), ("written", 1)],
 )
 def test_answers_are_right_whatever_the_device_loses(
-    place: str, call: int, ahead: bool, loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
+    place: str,
+    call: int,
+    ahead: bool,
+    loaded: LoadedModel,
+    clean: Bench,
+    node: Node,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """The first wait gets the error, be it for another sequence's prefill or for the disk: nothing that was drawn, cut
     or sealed since the last sound wait is used, delivered or written."""
-    clean = Bench(loaded)
-    converse(clean)
     bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node.client)))
     executor = bench.engine.executor
     executor.runs_ahead = ahead
@@ -99,9 +111,9 @@ def test_answers_are_right_whatever_the_device_loses(
     assert sequence.tokens == clean.sequences["next"].tokens
 
 
-def test_a_sequence_at_which_the_device_always_fails_ends_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    clean = Bench(loaded)
-    converse(clean)
+def test_a_sequence_at_which_the_device_always_fails_ends_alone(
+    loaded: LoadedModel, clean: Bench, monkeypatch: pytest.MonkeyPatch
+):
     bench = Bench(loaded)
     fault = Fault(PagedKVCache.update_and_fetch, 1, 10**9, lambda cache, keys, values: keys.shape[2] == 49)
     monkeypatch.setattr(PagedKVCache, "update_and_fetch", lambda *given: fault(*given))

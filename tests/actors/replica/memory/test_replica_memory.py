@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from satchel.actors.replica.device.temporary_memory import TEMPORARY
 from satchel.actors.replica.memory import claims, replica_memory
 from satchel.actors.replica.memory.replica_memory import ReplicaMemory
 from satchel.cluster.config.config import Scheduling
@@ -214,9 +215,11 @@ def test_weights_and_the_part_for_kv_are_wired(tmp_path: Path, monkeypatch: pyte
     """From the load on, and again if the part changes."""
     memory, held, loaded = replica(tmp_path / "claims", "m-0"), [], load_tiny(tmp_path / "model")
     monkeypatch.setattr(memory._wired, "keep", held.append)
+    monkeypatch.setattr(TEMPORARY, "bytes_max", None)
     share = memory.settle(loaded)
     weights = memory._own.weights
     assert held == [weights + share]
+    assert TEMPORARY.bytes_max == max(share // replica_memory.TEMPORARY_PART, memory.workspace_bytes)
 
     class Enough(Exception):
         pass

@@ -45,16 +45,32 @@ def kernels() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_sequences_say_the_same_if_steps_with_drafts_come_between_recorded_ones(family: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [
+        ("llama", "fp16"),
+        ("qwen2", "q4"),
+        *(pytest.param("gpt_oss", kv, marks=pytest.mark.slow) for kv in ("fp16", "q4")),
+    ],
+)
+def test_sequences_say_the_same_if_steps_with_drafts_come_between_recorded_ones(
+    family: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A kernel writes into the open blocks, which a step with drafts reads and replaces; both with one sequence and
-    with several, some of which fill blocks."""
+    with several, some of which fill blocks while others are drafted. What is kept of them is right too."""
     folder = str(write_model(tmp_path / "model", family))
-    loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm=False)
+    loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm=False, kv=kv)
     assert loaded.way.compiled and not loaded.undrafted
     rng = random.Random(2)
     prompts = [[rng.randrange(3000) for _ in range(length)] for length in (236, 500, 740, 3)]
-    said = [Bench(loaded).run("one", prompt, max_tokens=40).tokens for prompt in prompts]
+    said = [Bench(loaded).run("one", prompt, max_tokens=60).tokens for prompt in prompts]
+    filled, step_ahead = [], BatchExecutor._step_ahead
+
+    def noted(executor: BatchExecutor, inputs: mx.array, drafts: list[list[int]]) -> Any:
+        filled.append(executor._seals)
+        return step_ahead(executor, inputs, drafts)
+
+    monkeypatch.setattr(BatchExecutor, "_step_ahead", noted)
     with oracle([prompt + tokens for prompt, tokens in zip(prompts, said, strict=True)]):
         bench = Bench(loaded, drafts=True)
         bench.engine.executor.batched_prefill = True
@@ -62,8 +78,14 @@ def test_sequences_say_the_same_if_steps_with_drafts_come_between_recorded_ones(
             bench.submit(str(index), prompt, max_tokens=40)
             bench.turn()
         bench.drain()
+        assert any(filled) and not all(filled)
+        for index, (prompt, tokens) in enumerate(zip(prompts, said, strict=True)):
+            again = bench.run(f"again {index}", prompt + tokens[:40], generated=40, max_tokens=20)
+            assert again.tokens == tokens[40:] and again.cached is not None
+            assert again.cached >= (len(prompt) + 39) // BLOCK_TOKENS * BLOCK_TOKENS
         alone = bench.run("alone", prompts[1], max_tokens=40)
-    assert [bench.sequences[str(index)].tokens for index in range(4)] == said and alone.tokens == said[1]
+    assert [bench.sequences[str(index)].tokens for index in range(4)] == [tokens[:40] for tokens in said]
+    assert alone.tokens == said[1][:40]
     assert bench.engine.executor.drafts.right > 40
 
 

@@ -4,7 +4,7 @@ same."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +22,10 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.recorded.compiled_step import CompiledStep
 from satchel.actors.replica.execution.recorded.fused_products import FusedProducts
 from satchel.actors.replica.execution.recorded.residual_sums import fusions_of
+from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.kernels import few_rows
 from satchel.actors.replica.loading import decode_ways, models
+from satchel.actors.replica.loading.decode_ways import is_faster
 from satchel.actors.replica.loading.joined import Joined, Part
 from satchel.actors.replica.proving.pieces import IN_ONE_PIECE
 from tests.worlds.kernels import cuda_on_cpu, emulator
@@ -90,8 +92,26 @@ def test_what_an_earlier_load_found_is_used(launched: list[str], tmp_path: Path)
     folder = written(tmp_path)
     loaded = load(folder, trials=tmp_path / "trials.json")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_ways, "_found", lambda *_: pytest.fail("it is known"))
+        patch.setattr(decode_ways, "_found", lambda *_, **__: pytest.fail("it is known"))
         assert load(folder, trials=tmp_path / "trials.json").way == loaded.way
+
+
+def test_a_stage_computes_gates_so_and_passes_its_sums_on(launched: list[str], tmp_path: Path):
+    """Shares of layers compute nothing so: each process would find out by itself whether it takes less time."""
+    folder = written(tmp_path)
+    loaded = load_stage(str(folder), 1, 2, weights="stored", dtype="float16")
+    assert loaded.way.compiled and loaded.way.gated and not loaded.way.summed
+
+    def states(fusions: Sequence[Any]) -> list[mx.array]:
+        step = loaded.model.recorded(loaded.deferral, fusions)
+        return decode_ways._batch_steps(loaded.model, loaded.spec, step, 0, IN_ONE_PIECE)
+
+    expected = states(())
+    launched.clear()
+    assert all(map(mx.array_equal, states(loaded.fusions), expected))
+    assert launched.count("gates") == 3 and "sum" not in launched, "a stage takes no drafts"
+    way = decode_ways.fastest(loaded.model, loaded.spec, loaded.context_tokens, whole=False, shared=True)
+    assert way.compiled and not (way.gated or way.summed or way.tensor)
 
 
 def test_a_model_that_adds_something_else_has_only_its_gates_fused(
@@ -115,7 +135,7 @@ def test_neither_is_used_that_takes_no_less_time(launched: list[str], tmp_path: 
         timed.append(len(caches[0].lengths))
         return [(1.0, 1.0)]
 
-    monkeypatch.setattr(decode_ways, "is_faster", lambda times: all(after < before for before, after in times))
+    monkeypatch.setattr(decode_ways, "is_faster", is_faster)
     monkeypatch.setattr(decode_ways, "_recorded_steps_s", recorded)
     way = load(written(tmp_path)).way
     assert way.compiled and not way.gated and not way.summed

@@ -148,7 +148,7 @@ def same(one: dict[str, Received], other: dict[str, Received]) -> None:
             assert getattr(one[name], what) == getattr(other[name], what), f"{what} of {name}"
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_sequences_that_come_and_go_are_answered_as_by_one_process_to_the_bit(
     folder: Path, whole: LoadedModel, seed: int
 ):
