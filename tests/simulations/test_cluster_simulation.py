@@ -276,7 +276,9 @@ def test_whatever_fails_a_large_cluster_keeps_its_laws(mode, nodes, monkeypatch,
     simulate_many(mode, nodes, range(FIRST, FIRST + max(1, SEEDS // (3 * nodes))), monkeypatch)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [mode if mode == "disks" else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+)
 def test_a_seed_replays(mode, monkeypatch, caplog):
     """Otherwise a failing seed would be useless."""
     caplog.set_level("CRITICAL")

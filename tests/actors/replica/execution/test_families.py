@@ -136,8 +136,8 @@ DISTINCT = ("llama", "qwen2", "gpt_oss", "deepseek_v2")
 """Each attends in another way: with full or sealed KV, windows and sinks, values smaller than keys."""
 
 
-USUAL = tuple(name for name in ALWAYS if name not in ("glm4", "qwen3", "gemma3_text", "qwen3_moe"))
-"""The first two differ from others in norms and rotations only; windows and experts are gpt_oss's too."""
+USUAL = tuple(name for name in ALWAYS if name not in ("glm4", "qwen3", "gemma3_text", "qwen3_moe", "qwen2"))
+"""The first two differ from others in norms and rotations only; windows, experts and sealed KV are gpt_oss's too."""
 
 
 def _params(among: Collection[str]) -> list[Any]:

@@ -68,11 +68,11 @@ def serve(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize(
     ("family", "other", "kv", "dtype", "kinds"),
     [
-        ("llama", {}, "q4", "bfloat16", {"prefill_bf16", *QUANTIZED}),
+        pytest.param("llama", {}, "q4", "bfloat16", {"prefill_bf16", *QUANTIZED}, marks=pytest.mark.slow),
         ("qwen3", NORMED, "q4", "bfloat16", {"prefill_bf16", "quantized_decode_tensor_parts", *QUANTIZED}),
         ("qwen3", {}, "fp16", "float16", {"prefill_f16", *PLAIN}),
-        ("gemma3_text", {}, "k8v4", "bfloat16", {"prefill_bf16", *QUANTIZED}),
-        ("gpt_oss", {}, "q4", "float32", QUANTIZED),
+        pytest.param("gemma3_text", {}, "k8v4", "bfloat16", {"prefill_bf16", *QUANTIZED}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {}, "q4", "float32", QUANTIZED, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_is_compiled_after_the_weights_are_read(
