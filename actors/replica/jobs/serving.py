@@ -27,7 +27,7 @@ from ...protocol import registry
 from ...supervision.stall import limit_s
 from ...supervision.watchdog import ENGINE, Watchdog
 from ..device import blas
-from ..device.device import device_kind, device_name, size_graphs
+from ..device.device import device_kind, device_name
 from ..memory.replica_memory import ReplicaMemory
 from ..proving.findings import version_of
 from .engine import GIVEN_BYTES_MAX, JobEngine
@@ -137,7 +137,6 @@ class JobServing(ABC):
 
     def _load(self, memory: ReplicaMemory) -> tuple[JobEngine[Any], Path]:
         """Raises `SatchelError`."""
-        size_graphs()
         # Before any library takes OpenBLAS for itself.
         blas.chosen()
         model, progress = self._model, self._shell.note_progress

@@ -26,7 +26,7 @@ import mlx.core as mx
 
 from . import decode_tensor
 from .decode_views import NEW_MOST, WARPS, KernelView
-from .gpu_kernels import kernel, prepare
+from .gpu_kernels import architecture, kernel, prepare
 from .head_transform import NOTHING, HeadTransform
 from .sealing import Plain, Sealed, SealPolicy, value_group
 
@@ -347,7 +347,7 @@ def tensor_cores(wanted: bool) -> Iterator[None]:
 
 def has_tensor_cores() -> bool:
     """Whether the device is one of CUDA that multiplies bfloat16 numbers."""
-    return mx.cuda.is_available() and int(mx.device_info()["compute_capability_major"]) >= 8
+    return mx.cuda.is_available() and architecture() >= 80
 
 
 _ROWS = ["queries", "new_keys", "new_values"], ["tail_keys", "tail_values"]

@@ -146,6 +146,13 @@ def is_available() -> bool:
     return mx.default_device() == mx.Device(mx.gpu) and (mx.metal.is_available() or mx.cuda.is_available())
 
 
+def architecture() -> int:
+    """Returns the compute capability of the device, as 90 for 9.0; 0 if it is none of CUDA."""
+    info = mx.device_info()
+    major, minor = (int(info.get(f"compute_capability_{part}", 0)) for part in ("major", "minor"))
+    return 10 * major + minor
+
+
 @cache
 def kernel(
     name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str, bounds: tuple[int, int] | None = None
@@ -357,7 +364,7 @@ def _kept(name: str, source: str) -> bytes:
     kind = "fatbin" if _takes_compressed() else "cubin"
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    path = default_home().kernels_folder / f"{name}-sm_{_architecture()}-nvrtc-{major.value}.{minor.value}.{kind}"
+    path = default_home().kernels_folder / f"{name}-sm_{architecture()}-nvrtc-{major.value}.{minor.value}.{kind}"
     try:
         digest, binary = (content := path.read_bytes())[:32], content[32:]
         if hashlib.sha256(binary).digest() == digest:
@@ -366,7 +373,7 @@ def _kept(name: str, source: str) -> bytes:
         pass
     binary = _compiled(library, name, source)
     if kind == "fatbin":
-        binary = fat_binary(binary, _architecture())
+        binary = fat_binary(binary, architecture())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}")
@@ -376,11 +383,6 @@ def _kept(name: str, source: str) -> bytes:
         # The next process compiles it again.
         pass
     return binary
-
-
-def _architecture() -> int:
-    info = mx.device_info()
-    return int(info["compute_capability_major"]) * 10 + int(info["compute_capability_minor"])
 
 
 @cache
@@ -394,7 +396,7 @@ def _takes_compressed() -> bool:
     try:
         (out,) = mx.fast.precompiled_cuda_kernel(
             name=name,
-            compiled_source=fat_binary(_compiled(library, name, source), _architecture()),
+            compiled_source=fat_binary(_compiled(library, name, source), architecture()),
             inputs=[mx.array([1, 5], mx.uint32)],
             output_shapes=[(2,)],
             output_dtypes=[mx.uint32],
@@ -422,7 +424,7 @@ def _compiled(library: ctypes.CDLL, name: str, source: str) -> bytes:
 
     call(library.nvrtcCreateProgram, ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None)
     try:
-        option = ctypes.c_char_p(f"--gpu-architecture=sm_{_architecture()}".encode())
+        option = ctypes.c_char_p(f"--gpu-architecture=sm_{architecture()}".encode())
         if library.nvrtcCompileProgram(program, 1, ctypes.byref(option)):
             call(library.nvrtcGetProgramLogSize, program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)

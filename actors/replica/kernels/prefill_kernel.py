@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 
 from .few_rows import KINDS
-from .gpu_kernels import MULTIPLY, int_numbers, kernel
+from .gpu_kernels import MULTIPLY, architecture, int_numbers, kernel
 
 COLUMNS = 64
 """Columns that are multiplied at a time."""
@@ -322,20 +322,17 @@ def attend(
     return out.transpose(0, 2, 1, 3)
 
 
-_SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
 _SHARED_KIB_ELSE = 99
-"""The shared memory that a group of threads may have, by compute capability (CUDA's programming guide)."""
+"""The shared memory that a group of threads may have, by `architecture` (CUDA's programming guide)."""
 
 
 @cache
 def shared_bytes() -> int:
     """Returns the shared memory that a group of threads may have on this device; on a CPU, which only stands for one,
     the most of any."""
-    info = mx.device_info()
-    if "compute_capability_major" not in info:
-        return max(_SHARED_KIB.values()) * 2**10
-    capability = int(info["compute_capability_major"]), int(info["compute_capability_minor"])
-    return _SHARED_KIB.get(capability, _SHARED_KIB_ELSE) * 2**10
+    device = architecture()
+    return (_SHARED_KIB.get(device, _SHARED_KIB_ELSE) if device else max(_SHARED_KIB.values())) * 2**10
 
 
 def _rows_most(dims: tuple[int, int], shared: int) -> int:

@@ -217,8 +217,11 @@ class PagedKVCache:
         arrays from which blocks are sealed."""
         step = self._step(1)
         self._filled = (self.lengths, step) if any(step.full) else None
-        counts = [1] * len(self.lengths) if new is None else new
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        if new is None:
+            # All layers of a step share it.
+            self.lengths = step.after
+        else:
+            self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
 
     def seal_filled(self) -> None:
         """Seals blocks that became full in the last kernel's step."""

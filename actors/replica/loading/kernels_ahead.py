@@ -85,9 +85,9 @@ class Shapes:
         layers = _count(part.get("num_hidden_layers")) if shares == 1 else 0
         return cls(heads // shares, kv_heads // shares, dim, chosen, sinks, layers)
 
-    def tokens(self, heads: int, tokens: int, sequences: int = 1) -> mx.array:
-        """Returns lazy zeros, `(sequences, heads, tokens, dim)`."""
-        return mx.zeros((sequences, heads, tokens, self.dim), self.dtype)
+    def tokens(self, heads: int, tokens: int) -> mx.array:
+        """Returns lazy zeros, `(1, heads, tokens, dim)`."""
+        return mx.zeros((1, heads, tokens, self.dim), self.dtype)
 
     def both(self, tokens: int) -> tuple[mx.array, mx.array]:
         """Returns keys and values of a sequence."""

@@ -63,9 +63,7 @@ class PipelinedStage:
         """Returns what the layers make of `hidden`, as `Stage` does."""
         return self._called(tokens, cache=cache, hidden=hidden, **given)
 
-    def recorded(
-        self, deferral: Deferral | None, fusions: Sequence[ResidualSums | FusedProducts] = ()
-    ) -> RecordedStage:
+    def recorded(self, deferral: Deferral | None, fusions: Sequence[ResidualSums | FusedProducts]) -> RecordedStage:
         """Returns what computes the stage's decode steps as recorded graphs. Arguments as for `CompiledStep`."""
         return RecordedStage(self, deferral, fusions)
 

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from satchel.actors.replica.kernels import gpu_kernels
+from satchel.actors.replica.kernels import gpu_kernels, prefill_kernel
 
 ARGUMENTS: dict[str, Any] = {
     "template": [("N", 3)],
@@ -211,3 +211,16 @@ def test_kernels_that_mlx_compiles_are_left_to_it():
     asked: list[dict[str, Any]] = []
     gpu_kernels.prepare(lambda **given: asked.append(given), [], [], [])
     assert not asked
+
+
+@pytest.mark.parametrize(
+    ("capability", "number", "kib"), [((9, 0), 90, 227), ((10, 3), 103, 227), ((8, 9), 89, 99), (None, 0, 227)]
+)
+def test_the_device_says_what_it_is(
+    capability: tuple[int, int] | None, number: int, kib: int, monkeypatch: pytest.MonkeyPatch
+):
+    names = ("compute_capability_major", "compute_capability_minor")
+    info = {} if capability is None else dict(zip(names, capability, strict=True))
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    assert gpu_kernels.architecture() == number
+    assert prefill_kernel.shared_bytes.__wrapped__() == kib * 1024
