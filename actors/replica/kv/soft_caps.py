@@ -64,8 +64,9 @@ class _InPlace(nn.Module):
         )
         queries, keys = self.rope(queries, offset=cache.offset), self.rope(keys, offset=cache.offset)
         cache.update_and_fetch(keys, values)
+        # Clearing the view shows later that the layer's attention came through here.
         view, cache.view = cache.view, None
-        read = decode_kernel.attend if isinstance(view, KernelView) else attend
+        read: Any = decode_kernel.attend if isinstance(view, KernelView) else attend
         out = read(queries, view, cache.policy, self.scale, cap=getattr(self, CAP))
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(sequences, 1, -1))
 
