@@ -149,7 +149,7 @@ def test_every_part_can_be_made_and_the_page_is_kept(tmp_path: Path, monkeypatch
 
         return measure
 
-    modules = {ml_drift: ("speed", "planning"), vllm_mlx: ("engines", "served"), vllm_mlx_media: ("media",)}
+    modules = {ml_drift: ("speed", "planning", "images"), vllm_mlx: ("engines", "served"), vllm_mlx_media: ("media",)}
     modules |= {agent_memory: ("first_tokens", "staggered", "capacity"), agent_quality: ("quality",)}
     for module, names in modules.items():
         for name in names:
@@ -304,6 +304,20 @@ def test_the_memory_of_a_models_activations_is_planned(folder: Path) -> None:
     table = ml_drift.planning("gemma2-2b", lambda name, recipe: folder, 16, small=True)
     assert [row["what"] for row in rows_of(table)] == ["prefill of 16 tokens, peak", "decode step, peak"]
     assert all(row["ours"] > 0 and row["which"] == "greedy by size, planned" for row in rows_of(table))
+
+
+# Images.
+
+
+def test_an_image_is_made_beside_mlx_vlm_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no more than a model's sizes and two times."""
+    sizes = {"layers": 20, "transformer parameters": 4 * 10**8, "products of a step, G": 390}
+    monkeypatch.setattr(ml_drift.image_benchmark, "write_model", lambda folder, *, small: sizes)
+    lines = [{"way": "satchel", "s": 2.0}, {"way": "mlx-vlm", "s": 3.0}]
+    monkeypatch.setattr(ml_drift.image_benchmark, "measure", lambda folder, *asked: lines)
+    table = ml_drift.images(512, 20, 1, tmp_path, small=False)
+    assert [(row["ours"], row["best peer"], row["ratio"]) for row in rows_of(table)] == [(2.0, 3.0, 1.5)]
+    assert "860 million weights" in table.notes[0] and not list(tmp_path.iterdir())
 
 
 # Agents.
