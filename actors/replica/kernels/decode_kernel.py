@@ -37,8 +37,8 @@ SHARED_BYTES_MAX = 30 * 2**10
 # heads, G queries a KV head, GC of them a group of threads, KB key bits, KG (tokens whose keys share a scale), SINKS,
 # QN and KN (whether queries and keys are normed), ROPE (channels that are rotated), NEXT (whether pairs of them are
 # neighbours), POWERS (whether frequencies are exponents of 2, which the device raises as MLX does), CAP (whether
-# scores are soft-capped), FM (the most new tokens of a sequence). Groups whose token is -1 are padding. PLAIN: sealed blocks are as computed, and read eight
-# numbers at a time.
+# scores are soft-capped), FM (the most new tokens of a sequence). Groups whose token is -1 are padding. PLAIN: sealed
+# blocks are as computed, and read eight numbers at a time.
 _BODY = """
   constexpr int NW = 4, WD = PV / 8, BW = PV > 64 ? PV : 64, KW = 8 * KB, KS = 256 / KG;
   constexpr int LPT = WD <= 4 ? 4 : WD <= 8 ? 8 : WD <= 16 ? 16 : 32, STEP = 32 / LPT, CH = G / GC;
