@@ -29,7 +29,7 @@ from ..parts import Budget
 from ..programs import RESULTS, ROOT, program
 from ..serve.targets import CannotStart, make_place, vllm_mlx_python, with_path
 from ..vision.shapes import VISION_SHAPES
-from . import agent_memory, agent_quality, ml_drift, vllm_mlx, vllm_mlx_media
+from . import activations, agent_memory, agent_quality, ml_drift, vllm_mlx, vllm_mlx_media
 from .figures import PAPERS
 from .folders import NONE
 from .page import PaperTable, markdown
@@ -42,6 +42,7 @@ say nothing of other devices."""
 PARTS = (
     *(f"ml-drift speed {name}" for name in ml_drift.DRIFT_MODELS),
     *(f"ml-drift planning {name}" for name in ml_drift.DRIFT_MODELS),
+    "ml-drift activations",
     "ml-drift images",
     *(f"vllm-mlx engines {name}" for name in vllm_mlx.ENGINE_MODELS),
     *(f"vllm-mlx served {name}" for name in ("qwen3-0.6b", "qwen3-8b")),
@@ -139,6 +140,9 @@ class PapersRun:
             ("ml-drift", "speed"): lambda: self._speed(name),
             ("ml-drift", "planning"): lambda: ml_drift.planning(
                 name, self._written, self.options.drift_prompt_tokens, small=self.options.small
+            ),
+            ("ml-drift", "activations"): lambda: activations.activations(
+                "llama3.1-8b", self.options.drift_prompt_tokens, small=self.options.small
             ),
             ("ml-drift", "images"): lambda: ml_drift.images(
                 self.options.image_side,

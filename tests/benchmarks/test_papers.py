@@ -18,6 +18,7 @@ from mlx_lm.utils import load_model
 from benchmarks import kept, parts
 from benchmarks.energy import EnergySpent
 from benchmarks.papers import (
+    activations,
     agent_memory,
     agent_quality,
     engines,
@@ -150,6 +151,7 @@ def test_every_part_can_be_made_and_the_page_is_kept(tmp_path: Path, monkeypatch
         return measure
 
     modules = {ml_drift: ("speed", "planning", "images"), vllm_mlx: ("engines", "served"), vllm_mlx_media: ("media",)}
+    modules |= {activations: ("activations",)}
     modules |= {agent_memory: ("first_tokens", "staggered", "capacity"), agent_quality: ("quality",)}
     for module, names in modules.items():
         for name in names:
@@ -306,7 +308,19 @@ def test_the_memory_of_a_models_activations_is_planned(folder: Path) -> None:
     assert all(row["ours"] > 0 and row["which"] == "greedy by size, planned" for row in rows_of(table))
 
 
-# Images.
+# Activations and images.
+
+
+def test_activations_are_quantized_as_far_as_mlx_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that the device has not is named, and the others are compared."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        table = activations.activations("llama3.1-8b", 16, small=True)
+        assert [(row["ours"] > 0, row["best peer"]) for row in rows_of(table)] == [(True, None)] * 2
+        assert [each.partition(":")[0] for each in table.missing] == ["activations in mxfp8", "activations in nvfp4"]
+        assert rows_of(table)[1]["ours"] < 2
+    monkeypatch.setattr(mx, "qqmm", lambda x, codes, scales, mode: x @ mx.dequantize(codes, scales, mode=mode).T)
+    table = activations.activations("llama3.1-8b", 16, small=True)
+    assert not table.missing and rows_of(table)[1]["which"] == "qqmm, mxfp8"
 
 
 def test_an_image_is_made_beside_mlx_vlm_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
