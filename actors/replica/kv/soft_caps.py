@@ -36,7 +36,8 @@ def install(model: Any) -> bool:
     """
     layers = [layer for _, layer in model.named_modules() if _is_capped(layer)]
     for layer in layers:
-        recast(layer, _in_place(type(layer)))
+        if not isinstance(layer, _InPlace):
+            recast(layer, _in_place(type(layer)))
     return bool(layers)
 
 
