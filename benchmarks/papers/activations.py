@@ -38,7 +38,8 @@ def ways_of(x: mx.array, weights: mx.array) -> tuple[dict[str, Way], dict[str, W
         "dequantized": lambda: x @ dequantized.T,
     }
     theirs: dict[str, Way] = {
-        mode: lambda arrays=arrays, mode=mode: mx.qqmm(x, *arrays, mode=mode) for mode, arrays in small.items()
+        mode: lambda mode=mode, codes=codes, scales=scales: mx.qqmm(x, codes, scales, mode=mode)
+        for mode, (codes, scales, *_) in small.items()
     }
     return ours, theirs
 
