@@ -107,13 +107,13 @@ def test_the_best_peer_stands_beside_ours_and_the_papers_figure() -> None:
     table.compare("first token", "ms", 30.0, {"a": 10.0, "b": 20.0}, less=True)
     table.compare("alone", "tokens/s", 30.0, {})
     table.compare("failed", "tokens/s", None, {"a": 10.0})
-    table.missing.append("the rest: no time.")
+    table.missing += ["the rest: no time."] * 2
     told = page.markdown(result_of(speed=table))
     assert "| decode | tokens/s | 28 (Table 7) | 20 | b | 30 | 1.5 | 0.25 | 0.5 |" in told
     assert "| first token | ms | – | 10 | a | 30 | 0.333 | – | – |" in told
     assert "| alone | tokens/s | – | – | – | 30 | – | – | – |" in told
     assert "| failed | tokens/s | – | 10 | a | – | – | – | – |" in told
-    assert "- speed: the rest: no time." in told and "- `other` has not been run." in told
+    assert told.count("- speed: the rest: no time.") == 1 and "- `other` has not been run." in told
     assert "`speed` has not been run" not in told
 
 

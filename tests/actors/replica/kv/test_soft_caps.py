@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> str:
     return str(write_model(tmp_path / "model", "gemma2"))
 
 
-@pytest.mark.parametrize("kv", ["q4", "fp16"])
+@pytest.mark.parametrize("kv", ["q4", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_a_prompts_scores_need_not_exist_at_once(folder: str, kv: str, monkeypatch: pytest.MonkeyPatch):
     """On a CPU its logits are the same to the last bit, behind whole blocks and inside of one."""
     loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm=False, kv=kv)
