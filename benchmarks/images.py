@@ -129,8 +129,12 @@ def layer_products() -> int:
     return TOKENS * (4 * WIDTH * WIDTH + feed_forward) + 2 * TOKENS * TOKENS * WIDTH
 
 
-def write_model(folder: Path) -> dict[str, int]:
-    """Writes the model with random weights, and returns how large it is."""
+def write_model(folder: Path, *, small: bool = False) -> dict[str, int]:
+    """Writes the model with random weights, and returns how large it is.
+
+    Args:
+        small: for a CPU: the transformer has one layer, and the decoder is that of a tiny model.
+    """
     # Here, so that the tests' own tiny models need not be part of what is measured.
     from mlx_vlm.models.z_image.config import ZImageConfig
     from mlx_vlm.models.z_image.text_encoder import ZImageTextEncoder
@@ -140,12 +144,13 @@ def write_model(folder: Path) -> dict[str, int]:
     from tests.worlds.models.image_families import write_image_model
 
     _, products = unet_size()
-    layers = max(1, round(products / layer_products()) - 1)
+    layers = 1 if small else max(1, round(products / layer_products()) - 1)
     write_image_model(folder, "z_image")
     shape = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
     shape |= {"dim": WIDTH, "n_heads": HEADS, "n_kv_heads": HEADS, "n_layers": layers, "axes_dims": [32, 48, 48]}
     (folder / "transformer" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-    (folder / "vae" / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}), encoding="utf-8")
+    if not small:
+        (folder / "vae" / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}), encoding="utf-8")
     config, dtype = ZImageConfig.from_model_path(folder), mx.bfloat16 if on_gpu() else mx.float32
     sizes = {}
     parts = {"transformer": ZImageTransformer(config.transformer), "vae": ZImageVAE(config.vae)}

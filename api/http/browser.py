@@ -34,6 +34,7 @@ FORMS = (
     "/v1/images/variations",
 )
 """The paths that take a form with files."""
+_FORM = "multipart/form-data"
 _METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE")
 
 
@@ -118,11 +119,13 @@ class BrowserGuard:
         # Satchels are plain bytes, for which a browser sends a preflight; unknown methods have no route.
         if (kind == "application/octet-stream" and _SATCHEL.search(scope["path"])) or method not in _METHODS:
             return None
-        if kind.startswith("multipart/form-data") and scope["path"] in FORMS and ("origin" in headers or not browsed):
+        is_form, takes_form = kind.startswith(_FORM), scope["path"] in FORMS
+        if is_form and takes_form and ("origin" in headers or not browsed):
             # The origin was checked above.
             return None
         if has_body and not _JSON.fullmatch(kind) and (kind or browsed):
-            return UnsupportedMediaType("the body's Content-Type must be application/json")
+            wanted = _FORM if takes_form and not is_form else "application/json"
+            return UnsupportedMediaType(f"the body's Content-Type must be {wanted}")
         return None
 
     def _may(self, origin: str, hosts: Sequence[str]) -> bool:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -22,6 +23,10 @@ FIELD_BYTES_MAX = 256 * 2**10
 
 _ENCODED_NAME = re.compile(rb";\s*filename\*\s*=", re.IGNORECASE)
 """A file's name with its encoding (RFC 8187), which the parser leaves out."""
+
+_INTEGER = re.compile(r"-?[0-9]{1,20}")
+_DECIMAL = re.compile(r"-?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]?[0-9]{1,2})?")
+_SWITCHES = MappingProxyType({"true": True, "false": False, "1": True, "0": False})
 
 
 @dataclass
@@ -130,6 +135,15 @@ def parse_form(content_type: str, data: bytes | bytearray) -> Form:
     parts.add(bytes(data))
     parts.finish()
     return parts.form
+
+
+def value_of(text: str, kind: type) -> Any:
+    """Returns the value of a kind (`int`, `float` or `bool`) that a form's text stands for. What stands for none stays
+    text, which is then refused."""
+    if kind is bool:
+        return _SWITCHES.get(text.lower(), text)
+    written = {int: _INTEGER, float: _DECIMAL}.get(kind)
+    return text if written is None or not written.fullmatch(text) else kind(text)
 
 
 class _InMemory(FormParts):

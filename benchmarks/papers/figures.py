@@ -38,7 +38,7 @@ PAPERS = {
         "The figures of its tables were not found in a source that could be read, so none is shown.",
         (
             "ML Drift itself: its engine is for OpenCL, Metal and WebGPU, and no peer here contains it.",
-            "Its diffusion model: Satchel serves language and vision-language models.",
+            "Stable Diffusion 1.4 itself: mlx-vlm does not have it. `ml-drift images` times another of its scale.",
             "Scales for each channel: MLX has one for each 32, 64 or 128 weights of a channel, so `q8` and `8/4/4` are "
             "the recipes `8` and `8-4-4` of `satchel convert`.",
         ),

@@ -1,10 +1,11 @@
-"""ML Drift's experiments: four models in two formats, one sequence of 1,024 tokens in and 256 out, and the memory of
-activations."""
+"""ML Drift's experiments: four models in two formats, one sequence of 1,024 tokens in and 256 out, the memory of
+activations, and an image by a diffusion model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from .. import images as image_benchmark
 from ..parts import Budget
 from ..serve.targets import RunFolder
 from .engines import OURS, joules_of, single_runs
@@ -90,6 +92,30 @@ def planning(name: str, written: Written, prompt_tokens: int, *, small: bool) ->
     part.notes.append(
         "Ours is what MLX's allocator took, beside weights and results. It reuses buffers while a graph is computed, "
         "and MLX has no plan of buffers that could be given to it: so the plan is arithmetic over the call's arrays."
+    )
+    return part
+
+
+def images(side: int, steps: int, rounds: int, work: Path, *, small: bool) -> PaperTable:
+    """The time of an image, beside mlx-vlm alone."""
+    title = f"Stable Diffusion 1.4's scale{' (scaled down)' if small else ''}"
+    part = PaperTable(f"{title}: an image of {side} x {side} pixels in {steps} steps", paper=ML_DRIFT)
+    with TemporaryDirectory(dir=work) as folder:
+        model = Path(folder) / "model"
+        sizes = image_benchmark.write_model(model, small=small)
+        ours, alone = image_benchmark.measure(model, side, steps, rounds)
+    part.compare("an image", "s", ours["s"], {"mlx-vlm alone": alone["s"]}, less=True)
+    weights, products = image_benchmark.unet_size()
+    part.notes.append(
+        f"A transformer of mlx-vlm's Z-Image family with {sizes['layers']} layer(s) and "
+        f"{sizes['transformer parameters'] / 1e6:,.0f} million random weights. For 512 x 512 pixels it multiplies "
+        f"{sizes['products of a step, G']} thousand million times in a step; Stable Diffusion 1.4's UNet has "
+        f"{weights / 1e6:,.0f} million weights and multiplies {products / 1e9:,.0f} thousand million times."
+    )
+    decoder = "The decoder is that of a tiny model" if small else "The decoder has Z-Image's own shape"
+    part.notes.append(
+        f"{decoder}, the text encoder that of a tiny one. A step computes the prompt and an empty one. Both take turns "
+        "in one process, without Ray and HTTP."
     )
     return part
 

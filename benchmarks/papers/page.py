@@ -111,4 +111,4 @@ def _missing(name: str, parts: Mapping[str, dict[str, Any]], result: dict[str, A
     told = [*PAPERS[name].never]
     told += [f"{key}: {each}" for key, part in parts.items() for each in part["missing"]]
     told += [f"`{key}` has not been run." for key in result["known"].get(name, ()) if key not in result["parts"]]
-    return ["Not run:", "", *(f"- {each}" for each in told), ""] if told else []
+    return ["Not run:", "", *(f"- {each}" for each in dict.fromkeys(told)), ""] if told else []

@@ -29,7 +29,7 @@ from ..parts import Budget
 from ..programs import RESULTS, ROOT, program
 from ..serve.targets import CannotStart, make_place, vllm_mlx_python, with_path
 from ..vision.shapes import VISION_SHAPES
-from . import agent_memory, agent_quality, ml_drift, vllm_mlx, vllm_mlx_media
+from . import activations, agent_memory, agent_quality, ml_drift, vllm_mlx, vllm_mlx_media
 from .figures import PAPERS
 from .folders import NONE
 from .page import PaperTable, markdown
@@ -42,6 +42,8 @@ say nothing of other devices."""
 PARTS = (
     *(f"ml-drift speed {name}" for name in ml_drift.DRIFT_MODELS),
     *(f"ml-drift planning {name}" for name in ml_drift.DRIFT_MODELS),
+    "ml-drift activations",
+    "ml-drift images",
     *(f"vllm-mlx engines {name}" for name in vllm_mlx.ENGINE_MODELS),
     *(f"vllm-mlx served {name}" for name in ("qwen3-0.6b", "qwen3-8b")),
     "vllm-mlx images",
@@ -91,6 +93,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--small", action=argparse.BooleanOptionalAction, default=not gpu, help="models scaled down, as on a CPU")
     add("--drift-prompt-tokens", type=int, default=1024)
     add("--drift-tokens", type=int, default=256)
+    add("--image-side", type=int, default=512 if gpu else 64, help="of images that are made, in pixels")
+    add("--image-steps", type=int, default=20 if gpu else 4)
     add("--prompt-tokens", type=int, default=128, help="of vllm-mlx's prompts")
     add("--tokens", type=int, default=128 if gpu else 32, help="of vllm-mlx's answers")
     add("--streams", type=counts, default=[1, 2, 4, 8, 16], help="concurrent requests, as 1,4,16")
@@ -136,6 +140,16 @@ class PapersRun:
             ("ml-drift", "speed"): lambda: self._speed(name),
             ("ml-drift", "planning"): lambda: ml_drift.planning(
                 name, self._written, self.options.drift_prompt_tokens, small=self.options.small
+            ),
+            ("ml-drift", "activations"): lambda: activations.activations(
+                "llama3.1-8b", self.options.drift_prompt_tokens, small=self.options.small
+            ),
+            ("ml-drift", "images"): lambda: ml_drift.images(
+                self.options.image_side,
+                self.options.image_steps,
+                self.options.rounds,
+                self.work,
+                small=self.options.small,
             ),
             ("vllm-mlx", "engines"): lambda: self._engines(name),
             ("vllm-mlx", "served"): lambda: self._served(name),

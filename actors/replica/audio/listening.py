@@ -210,28 +210,34 @@ def _segment(given: Any) -> TranscriptSegment:
         found = (given.get(name) if isinstance(given, Mapping) else getattr(given, name, None) for name in names)
         return next((each for each in found if each is not None), None)
 
-    def number(*names: str) -> float:
-        # JSON has no numbers that are not finite.
-        value = float(of(*names) or 0.0)
-        return value if math.isfinite(value) else 0.0
-
     tokens = of("tokens")
     numbers = isinstance(tokens, Sequence) and all(isinstance(each, int) for each in tokens)
     return TranscriptSegment(
-        start=number("start", "start_time"),
-        end=number("end", "end_time"),
+        start=_seconds(of("start", "start_time")),
+        end=_seconds(of("end", "end_time")),
         text=str(of("text", "content") or ""),
         tokens=[*tokens] if numbers and tokens else [],
-        temperature=number("temperature"),
-        avg_logprob=number("avg_logprob"),
-        compression_ratio=number("compression_ratio"),
-        no_speech_prob=number("no_speech_prob"),
+        temperature=_finite(of("temperature")),
+        avg_logprob=_finite(of("avg_logprob")),
+        compression_ratio=_finite(of("compression_ratio")),
+        no_speech_prob=_finite(of("no_speech_prob")),
         words=[_word(each) for each in of("words") or ()],
     )
 
 
 def _word(given: Mapping[str, Any]) -> TranscriptWord:
-    return TranscriptWord(str(given["word"]), float(given["start"]), float(given["end"]))
+    return TranscriptWord(str(given["word"]), _seconds(given["start"]), _seconds(given["end"]))
+
+
+def _finite(value: Any) -> float:
+    """Returns a number. JSON has none that are not finite."""
+    number = float(value or 0.0)
+    return number if math.isfinite(number) else 0.0
+
+
+def _seconds(value: Any) -> float:
+    """Returns a time. mlx-audio states some of words a fiftieth of a second before the audio."""
+    return max(0.0, _finite(value))
 
 
 def _rate(model: Any) -> int:

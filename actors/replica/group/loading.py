@@ -34,7 +34,7 @@ from ..execution.media.vision import Vision
 from ..execution.padding import PIECE_TOKENS, PIECE_TOKENS_ELSEWHERE
 from ..kernels import gpu_kernels
 from ..kernels.sealing import FULL_PRECISION, POLICIES
-from ..kv import attention
+from ..kv import attention, soft_caps
 from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
 from ..kv.paged_cache import Reads
 from ..loading import few_rows_check, joined, kernels_ahead
@@ -242,7 +242,7 @@ def load_part(
         raise ModelLoadError(f"{part.words} of {source} cannot be loaded: {why}") from error
     check_unchanged(digested, paths)
     spec = with_windows(model, read_spec(caches, 2, POLICIES[kv]))
-    installed = attention.install(opened.whole)
+    installed = any([attention.install(opened.whole), soft_caps.install(opened.whole)])
     seen = str(states.dtype).removeprefix("mlx.core.")
     files_digests = {name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, files)
 

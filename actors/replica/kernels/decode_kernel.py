@@ -36,9 +36,9 @@ SHARED_BYTES_MAX = 30 * 2**10
 # Template: T, P (type of sealed values, or of their scales), DK, DV, PV (padded value channels), VG (their group), KV
 # heads, G queries a KV head, GC of them a group of threads, KB key bits, KG (tokens whose keys share a scale), SINKS,
 # QN and KN (whether queries and keys are normed), ROPE (channels that are rotated), NEXT (whether pairs of them are
-# neighbours), POWERS (whether frequencies are exponents of 2, which the device raises as MLX does), FM (the most new
-# tokens of a sequence). Groups whose token is -1 are padding. PLAIN: sealed blocks are as computed, and read eight
-# numbers at a time.
+# neighbours), POWERS (whether frequencies are exponents of 2, which the device raises as MLX does), CAP (whether
+# scores are soft-capped), FM (the most new tokens of a sequence). Groups whose token is -1 are padding. PLAIN: sealed
+# blocks are as computed, and read eight numbers at a time.
 _BODY = """
   constexpr int NW = 4, WD = PV / 8, BW = PV > 64 ? PV : 64, KW = 8 * KB, KS = 256 / KG;
   constexpr int LPT = WD <= 4 ? 4 : WD <= 8 ? 8 : WD <= 16 ? 16 : 32, STEP = 32 / LPT, CH = G / GC;
@@ -75,12 +75,12 @@ EARLY
     const long head = h < GC ? head0 + h : (long)(first_new + h - GC) * KV + kvh;
     const DEVICE T* from = (h < GC ? queries : new_keys) + head * DK;
     const bool normed = h < GC ? QN : KN;
-    const DEVICE float* weights = constants + 4 + (h < GC ? 0 : QN * DK);
+    const DEVICE float* weights = constants + 5 + (h < GC ? 0 : QN * DK);
     float factor = 0.f;
     if (normed) {
       for (int d = LANE; d < DK; d += 32) { const float x = static_cast<float>(from[d]); factor += x * x; }
       for (int o = 16; o; o >>= 1) factor += XOR(factor, o);
-      factor = RSQRT(factor / DK + constants[h < GC ? 1 : 2]);
+      factor = RSQRT(factor / DK + constants[h < GC ? 2 : 3]);
     }
     for (int d = LANE; d < DK; d += 32) {
       const float x = static_cast<float>(from[d]);
@@ -89,10 +89,10 @@ EARLY
   }
   SYNC();
   if (ROPE) {
-    const DEVICE float* frequencies = constants + 4 + (QN + KN) * DK;
+    const DEVICE float* frequencies = constants + 5 + (QN + KN) * DK;
     for (int i = THREAD; i < (GC + news) * (ROPE / 2); i += NW * 32) {
       const int h = i / (ROPE / 2 + !ROPE), j = i % (ROPE / 2 + !ROPE);
-      const float place = constants[3] * static_cast<float>(lengths[token] - (h < GC ? 0 : GC + news - 1 - h));
+      const float place = constants[4] * static_cast<float>(lengths[token] - (h < GC ? 0 : GC + news - 1 - h));
       const float angle = place * (POWERS ? EXP2(frequencies[j]) : frequencies[j]), c = COS(angle), s = SIN(angle);
       const int a = h * DK + (NEXT ? 2 * j : j), b = NEXT ? a + 1 : a + ROPE / 2;
       const float x = q_s[a], y = q_s[b];
@@ -101,6 +101,7 @@ EARLY
     SYNC();
   }
   for (int i = THREAD; i < GC * DK; i += NW * 32) q_s[i] *= constants[0];
+  #define CAPPED(x) (CAP ? constants[1] * TANH((x) / constants[1]) : (x))
   const long tail_at = ((long)owners[token] * KV + kvh) * 256;
   if (chunk == 0 && split == 0) {
     DEVICE T* to_keys = (DEVICE T*)tail_keys; DEVICE T* to_values = (DEVICE T*)tail_values;
@@ -194,7 +195,7 @@ _UNITS = """\
         float x = sc[g][j] + bias[g];
         x += XOR(x, 8);
         x += XOR(x, 16);
-        sc[g][j] = first + j < hide ? LOW : x;
+        sc[g][j] = first + j < hide ? LOW : CAPPED(x);
       }
       #if !PLAIN
       // The block's first token, as computed.
@@ -202,7 +203,7 @@ _UNITS = """\
         float x = 0.f;
         for (int d = LANE; d < DK; d += 32) x += q_s[g * DK + d] * static_cast<float>(key_exact[base * DK + d]);
         for (int o = 16; o; o >>= 1) x += XOR(x, o);
-        if (piece == 0) sc[g][0] = first < hide ? LOW : x;
+        if (piece == 0) sc[g][0] = first < hide ? LOW : CAPPED(x);
       }
       #endif
     } else {
@@ -218,7 +219,7 @@ _UNITS = """\
           const float k = fresh ? k_s[own + d] : static_cast<float>(tail_keys[at + d]);
           for (int g = 0; g < GC; g++) dot[g] += q_s[g * DK + d] * k;
         }
-        for (int g = 0; g < GC; g++) sc[g][0] = dot[g];
+        for (int g = 0; g < GC; g++) sc[g][0] = CAPPED(dot[g]);
       }
     }
     #pragma unroll
@@ -324,6 +325,7 @@ _JOIN = """
 """
 
 _PARTS = ("parts", "tops", "sums")
+_Left = tuple[bool, bool, int, bool, bool, bool]
 _tensor_cores = False
 
 
@@ -355,13 +357,20 @@ _NUMBERS = ["slots", "numbers", "constants", "sinks", "order"]
 
 
 def attend(
-    queries: mx.array, view: KernelView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
+    queries: mx.array,
+    view: KernelView,
+    policy: SealPolicy,
+    scale: float,
+    sinks: mx.array | None = None,
+    *,
+    cap: float = 0.0,
 ) -> mx.array:
     """Attention of new tokens to their sequences' blocks and open blocks, and to new tokens before them.
 
     Args:
         queries: (tokens, heads, 1, key_dim).
         sinks: (heads,), what every head adds to the softmax's sum; None for nothing.
+        cap: of scores, which become `cap * tanh(score / cap)`; 0 for none.
 
     Returns:
         (tokens, heads, 1, value_dim), in the dtype of the queries.
@@ -377,10 +386,10 @@ def attend(
     shape = key_dim, value_dim, kv_heads, grouped
     coded = policy.key_bits, policy.key_group
     tensor = _tensor_cores and has_tensor_cores()
-    left, sunk = _left(transform), sinks is not None
+    left, sunk = _left(transform, capped=bool(cap)), sinks is not None
     plan = _plan(kind, types, shape, coded, left, read.most, sinks=sunk, tensor=tensor)
     one = read.count == count
-    constants = _unchanged(scale) if transform is NOTHING else mx.array([scale, *transform.constants], mx.float32)
+    constants = _unchanged(scale, cap) if transform is NOTHING else _constants(transform, scale, cap)
     sink = constants if sinks is None else sinks
     out, dtype = (count, heads, 1, value_dim), queries.dtype
     inputs = [
@@ -431,7 +440,7 @@ def _plan(
     types: tuple[mx.Dtype, mx.Dtype],
     shape: tuple[int, int, int, int],
     coded: tuple[int, int],
-    left: tuple[bool, bool, int, bool, bool],
+    left: _Left,
     most: int,
     *,
     sinks: bool,
@@ -460,7 +469,7 @@ def _plan(
     ]
     template += [("KV", kv_heads), ("G", grouped), ("GC", together), ("FM", most)]
     template += [*zip(("KB", "KG"), coded, strict=True), ("SINKS", sinks)]
-    template += zip(("QN", "KN", "ROPE", "NEXT", "POWERS"), left, strict=True)
+    template += zip(("QN", "KN", "ROPE", "NEXT", "POWERS", "CAP"), left, strict=True)
     name, texts = f"{kind.__name__.lower()}_decode", {"MEMORY": _MEMORY, "EARLY": "", "UNITS": _UNITS}
     if tensor:
         name, texts = f"{name}_tensor", decode_tensor.texts()
@@ -481,7 +490,7 @@ def _prepare(
     types: tuple[mx.Dtype, mx.Dtype],
     shape: tuple[int, int, int, int],
     coded: tuple[int, int],
-    left: tuple[bool, bool, int, bool, bool],
+    left: _Left,
     inputs: tuple[mx.Dtype, ...],
     *,
     sinks: bool,
@@ -515,14 +524,18 @@ def _together(grouped: int, key_dim: int, padded: int, new: int, most: int = 8) 
 
 
 @cache
-def _unchanged(scale: float) -> mx.array:
+def _unchanged(scale: float, cap: float) -> mx.array:
     """Returns the kernel's constants if the model leaves nothing to it."""
-    return mx.array([scale, *NOTHING.constants], mx.float32)
+    return _constants(NOTHING, scale, cap)
 
 
-def _left(transform: HeadTransform) -> tuple[bool, bool, int, bool, bool]:
-    """Returns what the kernel must do with queries and keys, as constants of the template."""
+def _constants(transform: HeadTransform, scale: float, cap: float) -> mx.array:
+    return mx.array([scale, cap, *transform.constants], mx.float32)
+
+
+def _left(transform: HeadTransform, *, capped: bool) -> _Left:
+    """Returns what the kernel must do with queries, keys and scores, as constants of the template."""
     normed = transform.query_norm is not None, transform.key_norm is not None
     if (rotation := transform.rotation) is None:
-        return *normed, 0, False, False
-    return *normed, rotation.dims, rotation.traditional, rotation.exponents is not None
+        return *normed, 0, False, False, capped
+    return *normed, rotation.dims, rotation.traditional, rotation.exponents is not None, capped

@@ -175,7 +175,7 @@ _UNITS = """\
       for (int j = 0; j < 8; j++) {
         const int at = j < 4 ? 0 : 2;
         const float x = (g & 4 ? c[j & 3][at + 1] : c[j & 3][at]) + offset;
-        sc[j] = first + j < hide ? LOW : x;
+        sc[j] = first + j < hide ? LOW : CAPPED(x);
       }
       // The block's first token, as computed.
       if (quarter == 0) {
@@ -183,7 +183,7 @@ _UNITS = """\
         #pragma unroll 8
         for (int d = g; d < DK; d += 8) x += q_s[own * DK + d] * static_cast<float>(key_exact[base * DK + d]);
         for (int o = 16; o >= 4; o >>= 1) x += XOR(x, o);
-        if (g == 0) sc[0] = first < hide ? LOW : x;
+        if (g == 0) sc[0] = first < hide ? LOW : CAPPED(x);
       }
     } else {
       // A lane has a token's keys for all heads.
@@ -215,7 +215,7 @@ _UNITS = """\
         }
       }
       #pragma unroll
-      for (int h = 0; h < GC; h++) buf[probs + h * BW + LANE] = dot[h];
+      for (int h = 0; h < GC; h++) buf[probs + h * BW + LANE] = dot[h] <= LOW ? LOW : CAPPED(dot[h]);
       SYNC_WARP();
       #pragma unroll
       for (int j = 0; j < 8; j++) sc[j] = j < 4 ? buf[probs + own * BW + 4 * g + (j & 3)] : LOW;

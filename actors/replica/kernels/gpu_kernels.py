@@ -59,6 +59,7 @@ _CUDA = """
   #define EXP2(x) exp2f(x)
   #define COS(x) cosf(x)
   #define SIN(x) sinf(x)
+  #define TANH(x) tanhf(x)
 """
 
 _METAL = """
@@ -80,6 +81,7 @@ _METAL = """
   #define EXP2(x) metal::exp2(x)
   #define COS(x) metal::fast::cos(x)
   #define SIN(x) metal::fast::sin(x)
+  #define TANH(x) metal::precise::tanh(x)
 """
 
 MULTIPLY = """

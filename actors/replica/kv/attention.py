@@ -314,13 +314,20 @@ def attend_few(
 
 
 def attend(
-    queries: mx.array, view: DecodeView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
+    queries: mx.array,
+    view: DecodeView,
+    policy: SealPolicy,
+    scale: float,
+    sinks: mx.array | None = None,
+    *,
+    cap: float = 0.0,
 ) -> mx.array:
     """Attention of one query a sequence to its own blocks and its open block.
 
     Args:
         queries: (sequences, heads, 1, key_dim).
         sinks: (heads,), what every head adds to the softmax's sum; None for nothing.
+        cap: of scores, which become `cap * tanh(score / cap)`; 0 for none.
 
     Returns:
         (sequences, heads, 1, value_dim), in the dtype of the queries.
@@ -339,6 +346,8 @@ def attend(
         exact = (asking * pool.key_exact[view.slots].swapaxes(2, 3)).sum(axis=-1, keepdims=True)
         scores = put(scores, (..., slice(0, 1)), exact).astype(mx.float32)
     opened = (grouped @ view.keys.swapaxes(2, 3)).astype(mx.float32)
+    if cap:
+        scores, opened = (cap * mx.tanh(each / cap) for each in (scores, opened))
     least = mx.finfo(mx.float32).min
     if view.behind is not None:
         scores = mx.where(view.behind, least, scores)

@@ -150,6 +150,10 @@ class PagedKVCache:
             return self._fetched(lambda: self._unsealed(index, open_keys, open_values))
         return self._fetched(lambda: (open_keys, open_values))
 
+    def reads_in_place(self, count: int) -> bool:
+        """Whether attention reads blocks where they are after `update_and_fetch` of `count` tokens a sequence."""
+        return self._reads_in_place(count, self._step(count))
+
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Returns again what the last `update_and_fetch` did, for another layer that attends to it too."""
         assert self._fetch is not None, "layers share KV that is not kept for them"

@@ -92,6 +92,12 @@ def mask_of(
     behind = window and first[0] * BLOCK_TOKENS <= lengths[0] - window
     if count == 1 and alike and not behind and step.columns == step.opened[0] + 1:
         return None
+    if count == 1 and alike and not behind and step.used == lengths[0] // BLOCK_TOKENS - first[0]:
+        # The next token of each sequence sees all but the padding.
+        sealed = step.used * BLOCK_TOKENS
+        return mx.broadcast_to(
+            mx.arange(sealed + step.columns) <= sealed + step.opened[0], (len(lengths), 1, 1, sealed + step.columns)
+        )
     before, after = mx.array(lengths)[:, None], mx.array(step.after)[:, None]
     # A query in the padding sees what the sequence's last query sees: if it saw nothing, its result would be NaN.
     queries = mx.minimum(before + mx.arange(count)[None], after - 1)[:, None, :, None]

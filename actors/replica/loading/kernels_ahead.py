@@ -27,6 +27,7 @@ from ..kernels import block_kernels, decode_kernel, few_rows, gpu_kernels, prefi
 from ..kernels.decode_views import KernelStep, KernelView, NewTokens
 from ..kernels.head_transform import NOTHING, HeadTransform
 from ..kernels.sealing import POLICIES, Sealed, SealPolicy
+from ..kv import soft_caps
 from .joined import concatenated
 from .kv_choice import AUTO, USUAL
 
@@ -48,6 +49,7 @@ class Shapes:
         dtype: of queries, keys and values.
         sinks: the dtype of what heads add to the softmax's sum; None for nothing.
         layers: how many layers a block's record has; 0 if that is not known.
+        cap: of scores, as for `decode_kernel.attend`.
     """
 
     heads: int
@@ -56,6 +58,7 @@ class Shapes:
     dtype: mx.Dtype
     sinks: mx.Dtype | None = None
     layers: int = 0
+    cap: float = 0.0
 
     @classmethod
     def read(
@@ -83,7 +86,8 @@ class Shapes:
         sunk = [tensor.dtype for name, tensor in tensors.items() if name.endswith(".sinks") and tensor.dtype in _DTYPES]
         sinks = (dtype or _DTYPES[sunk[0]]) if sunk else None
         layers = _count(part.get("num_hidden_layers")) if shares == 1 else 0
-        return cls(heads // shares, kv_heads // shares, dim, chosen, sinks, layers)
+        cap = float(part.get(soft_caps.CAP) or 0.0)
+        return cls(heads // shares, kv_heads // shares, dim, chosen, sinks, layers, cap)
 
     def tokens(self, heads: int, tokens: int) -> mx.array:
         """Returns lazy zeros, `(1, heads, tokens, dim)`."""
@@ -218,7 +222,7 @@ def _decode(shapes: Shapes, policy: SealPolicy, transforms: Sequence[HeadTransfo
     step = KernelStep(shapes.both(BLOCK_TOKENS), _pool(shapes, policy), read, mx.zeros((1,), mx.uint32))
     for transform in transforms:
         view = KernelView(*shapes.both(1), step, lambda dim, transform=transform: transform)
-        decode_kernel.attend(shapes.tokens(shapes.heads, 1), view, policy, 1.0, shapes.sunk())
+        decode_kernel.attend(shapes.tokens(shapes.heads, 1), view, policy, 1.0, shapes.sunk(), cap=shapes.cap)
 
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

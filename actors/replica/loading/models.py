@@ -42,7 +42,7 @@ from ..execution.loaded_model import IN_CONFIG, LoadedModel
 from ..execution.media import vision
 from ..execution.media.vision import LanguagePart, NotLeftToRightError, Vision
 from ..kernels.sealing import FULL_PRECISION, POLICIES, SealPolicy
-from ..kv import attention
+from ..kv import attention, soft_caps
 from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
 from ..kv.paged_cache import Reads
 from ..proving.findings import Findings
@@ -288,7 +288,7 @@ def _keeping(
         return spec, DEQUANTIZED, IN_CONFIG if how.kv == FULL_PRECISION else why
     spec = replace(spec, shares=_shares(model, spec, findings))
     pieces.pause()
-    installed = attention.install(running.whole)
+    installed = any([attention.install(running.whole), soft_caps.install(running.whole)])
     if how.kv == AUTO:
 
         def spec_under(policy: str) -> ModelCacheSpec:

@@ -97,6 +97,7 @@ class MemoryRoom:
         self._unwritten_bytes, self._text_bytes = unwritten_bytes, text_bytes
         self.usage: dict[str, int] = {}
         self._much_free_since: float | None = None
+        self._fitted: tuple[MemoryBudget, Sequences, Held] | None = None
         memory.room = self._kept_bytes
 
     def held(self) -> Held:
@@ -125,6 +126,11 @@ class MemoryRoom:
         """Makes room before a step: evicts cached KV and embeddings for which there is no room beside the sequences,
         and limits what sequences may cost."""
         sequences, held = self.sequences(), self.held()
+        asked = self.budget, sequences, held
+        if asked == self._fitted:
+            # As in most decode steps. All that follows depends on these alone.
+            return
+        self._fitted = asked
         if self._memory.fit_into(self.budget.kept_bytes(sequences, held)):
             held = self.held()
         most = self._scheduling.vision_bytes_max
@@ -163,6 +169,7 @@ class MemoryRoom:
         if share_bytes != self._share_bytes:
             self._share_bytes = share_bytes
             self._scheduler.limits = limits_of(self._loaded, self._scheduling, share_bytes)
+            self._fitted = None
         used = self.budget.used(self.sequences(), self.held())
         self.budget = replace(self.budget, bytes_max=bearable_bytes(share_bytes, used, free_bytes, device_bytes))
         self.fit()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ....actors.protocol.speech_messages import SPEAK, SPOKEN_CHARACTERS_MAX, TRANSCRIBE, TRANSLATE
 from ....cluster.errors import InvalidRequest, quoted
-from ...http.forms import Form
+from ...http.forms import Form, value_of
 from ...media.sources import AudioSource
 from ...pipeline.speech import SEEDS, SpeechAsked
 from ...requests.history import Message
@@ -29,6 +30,8 @@ _TIMED = ("verbose_json", "srt", "vtt")
 _NO_TIMES = "models that answer chats state no times"
 _NOT_WRITTEN = ("mp3", "opus", "aac", "flac")
 """Formats of OpenAI's that no installed library writes."""
+
+_KINDS = MappingProxyType({"temperature": float, "timeout_s": float, "priority": int, "seed": int, "stream": bool})
 
 Seed = Annotated[int, Field(ge=0, lt=SEEDS), WHOLE]
 
@@ -50,21 +53,6 @@ class SpeechForm(BaseModel):
     user: str | None = None
     priority: Priority | None = None
     timeout_s: TimeoutS | None = None
-
-    @field_validator("temperature", "priority", "timeout_s", "stream", "seed", mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        """Returns the value of a field of a form, where all are texts."""
-        if not isinstance(value, str):
-            return value
-        if value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        for kind in (int, float):
-            try:
-                return kind(value)
-            except ValueError:
-                continue
-        return value
 
     @property
     def timed(self) -> bool:
@@ -154,7 +142,9 @@ def read_speech_form(form: Form, *, translates: bool) -> tuple[SpeechForm, list[
         raise InvalidRequest(f"{FILE}: the form must have exactly one", param=FILE)
     if other := next((name for name in form.files if name != FILE), None):
         raise InvalidRequest(f"{other[:100]}: is not supported", param=other[:100])
-    fields: dict[str, Any] = {name: value for name, value in form.fields.items() if value != ""}
+    fields: dict[str, Any] = {
+        name: value_of(text, _KINDS.get(name, str)) for name, text in form.fields.items() if text != ""
+    }
     _refuse(fields, translates=translates)
     wanted = [each for name in (GRANULARITIES, f"{GRANULARITIES}[]") for each in form.lists.get(name, ()) if each]
     fields.pop(f"{GRANULARITIES}[]", None)

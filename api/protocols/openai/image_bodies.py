@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from ....actors.protocol.replica_messages import IMAGE_STEPS_MAX
 from ....cluster.config.config import Endpoint
 from ....cluster.errors import InvalidRequest, quoted
+from ...http.forms import value_of
 from ...pipeline.images import SEEDS, ImagesRequest
 from ...requests.options import WHOLE, Priority, TimeoutS, invalid, make_options
 from ...requests.request_body import RequestBody
@@ -134,8 +135,7 @@ class ImageBody(RequestBody):
 
 
 _NUMBERS = ("n", "seed", "steps", "output_compression", "partial_images", "priority")
-_FRACTIONS = ("guidance", "timeout_s")
-_SWITCHES = MappingProxyType({"true": True, "false": False, "1": True, "0": False})
+_KINDS = MappingProxyType({**dict.fromkeys(_NUMBERS, int), "guidance": float, "timeout_s": float, "stream": bool})
 IMAGE_FIELDS = ("image", "image[]")
 
 
@@ -145,7 +145,7 @@ def edit_body(fields: Mapping[str, str], limits: Endpoint) -> ImageBody:
     Raises:
         InvalidRequest: as for a JSON body.
     """
-    given: dict[str, Any] = {name: _value(name, text) for name, text in fields.items() if text != ""}
+    given: dict[str, Any] = {name: value_of(text, _KINDS.get(name, str)) for name, text in fields.items() if text != ""}
     if "prompt" in fields:
         given["prompt"] = fields["prompt"]
     ImageBody.check_fields(given, len(given), limits)
@@ -174,12 +174,3 @@ def check_files(files: Mapping[str, list[bytes]]) -> list[tuple[str, bytes]]:
     if len(found) > GIVEN_MAX:
         raise InvalidRequest(f"image: at most {GIVEN_MAX} images go into one request", param="image")
     return found
-
-
-def _value(name: str, text: str) -> Any:
-    """Returns the value that a form's text stands for. What cannot be read stays text, which is then refused."""
-    if name in _NUMBERS and re.fullmatch(r"-?[0-9]{1,20}", text):
-        return int(text)
-    if name in _FRACTIONS and re.fullmatch(r"-?[0-9]{1,20}(\.[0-9]{1,20})?", text):
-        return float(text)
-    return _SWITCHES.get(text.lower(), text) if name == "stream" else text

@@ -110,6 +110,8 @@ async def test_a_body_says_that_it_is_json(local: httpx.AsyncClient, backend: An
     """A page can send other bodies without a preflight."""
     answer = await local.post("/v1/chat/completions", content=b'{"messages": []}', headers={"Content-Type": kind})
     check_refused(answer, 415, "unsupported_media_type", "application/json")
+    answer = await local.post("/v1/files", content=b"purpose=batch", headers={"Content-Type": kind})
+    check_refused(answer, 415, "unsupported_media_type", "multipart/form-data")
     assert not backend.requests
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from satchel.api.batches.upload import Upload
-from satchel.api.http.forms import FIELD_BYTES_MAX, PARTS_MAX, parse_form
+from satchel.api.http.forms import FIELD_BYTES_MAX, PARTS_MAX, parse_form, value_of
 from satchel.cluster.errors import InvalidRequest, UnsupportedMediaType
 
 FILE = b'content-disposition: form-data; name="image[]"; filename="a.png"\r\ncontent-type: image/png\r\n\r\n'
@@ -26,6 +28,21 @@ def test_a_part_whose_file_name_is_encoded_is_a_file_too():
     head = b"content-disposition: form-data; name=\"image\"; filename*=UTF-8''gr%C3%B6n.png\r\n\r\n"
     made = parse_form("multipart/form-data; boundary=b", form(head + b"\x89\xff"))
     assert made.files == {"image": [b"\x89\xff"]} and not made.fields
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "others"),
+    [
+        (int, {"7": 7, "-12": -12}, ["1_0", " 7", "1.0", "\u0663", "9" * 5000, "true"]),
+        (float, {"0.5": 0.5, "2": 2.0, ".5": 0.5, "1e-2": 0.01}, ["nan", "inf", "1_0.0", "0x1", "", "."]),
+        (bool, {"true": True, "True": True, "0": False}, ["yes", "2"]),
+        (str, {"7": "7", "true": "true"}, []),
+    ],
+)
+def test_a_text_stands_for_a_value_as_it_is_usually_written(kind: type, values: dict[str, Any], others: list[str]):
+    """Anything else stays a text, which no field of that kind takes."""
+    assert {text: value_of(text, kind) for text in values} == values
+    assert [value_of(text, kind) for text in others] == others
 
 
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "multipart/mixed; boundary=b", ""])

@@ -103,3 +103,4 @@ static void load_matrices(unsigned* r, const void* row, bool turned) {
 #define RSQRT(x) (1.f / __builtin_sqrtf(x))
 #define COS(x) __builtin_cosf(x)
 #define SIN(x) __builtin_sinf(x)
+#define TANH(x) __builtin_tanhf(x)

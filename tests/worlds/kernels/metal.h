@@ -36,6 +36,7 @@ inline float fabs(float x) { return __builtin_fabsf(x); }
 inline float rint(float x) { return __builtin_rintf(x); }
 namespace precise {
 inline float rsqrt(float x) { return 1.f / __builtin_sqrtf(x); }
+inline float tanh(float x) { return __builtin_tanhf(x); }
 }
 // As the chip does it: by the part of a turn, in float32.
 namespace fast {

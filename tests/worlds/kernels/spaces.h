@@ -19,6 +19,6 @@ float max(float, float);
 float min(float, float);
 float fabs(float);
 float rint(float);
-namespace precise { float rsqrt(float); }
+namespace precise { float rsqrt(float); float tanh(float); }
 namespace fast { float cos(float); float sin(float); }
 }

@@ -121,8 +121,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What each family's config has beyond, or other than, the shared part."""
 
 PECULIAR: dict[str, dict[str, Any]] = {
-    # Adds masks by groups of heads itself.
-    "gemma2": {"query_pre_attn_scalar": 32},
+    # Computes attention itself, with capped scores: it adds masks by groups of heads.
+    "gemma2": {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 1.0},
     # Its last layer attends to another one's KV.
     "gemma3n": {
         "text_config": {

@@ -51,7 +51,13 @@ def kernels() -> Iterator[None]:
 
 
 def attend(
-    queries: mx.array, view: KernelView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
+    queries: mx.array,
+    view: KernelView,
+    policy: SealPolicy,
+    scale: float,
+    sinks: mx.array | None = None,
+    *,
+    cap: float = 0.0,
 ) -> mx.array:
     step, read = view.step, view.step.read
     transform = view.transform(queries.shape[3])
@@ -91,7 +97,7 @@ def attend(
         owner, slots, behind_ones = mx.zeros((1,), mx.uint32), mx.zeros((1,), mx.uint32), mx.array(True)
         heads = heads_of(owner, slots, keys.shape[1])
     reference = DecodeView(keys, values, seen_ones, step.pool, slots, owner, list(counts), behind_ones, heads)
-    out = attention.attend(queries[:real], reference, policy, scale, sinks)
+    out = attention.attend(queries[:real], reference, policy, scale, sinks, cap=cap)
     # What comes out for padding has no meaning.
     return mx.pad(out, [(0, tokens - real), *[(0, 0)] * 3], constant_values=float("nan"))
 

@@ -42,6 +42,10 @@ class RecordedCache:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
         """Returns None: the kernel needs no mask."""
 
+    def reads_in_place(self, count: int) -> bool:
+        """Returns True: the kernel reads all blocks."""
+        return True
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         assert self.step is not None
         self.view = KernelView(keys, values, self.step, self.transform)

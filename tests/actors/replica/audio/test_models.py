@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,15 @@ def test_a_transcript_is_mlx_audios_own(
     assert made.language == fields.get("language", made.language) != ""
     words = [word for segment in made.segments for word in segment.words]
     assert bool(words) == bool(fields.get("words"))
+
+
+def test_times_are_numbers_from_the_begin_on():
+    """mlx-audio states words before it, and JSON has no NaN."""
+    words = [{"word": "a", "start": -0.02, "end": math.nan}]
+    given = {"start": -0.02, "end": 0.5, "text": "a", "words": words, "avg_logprob": -0.3}
+    (segment,) = transcript_of(SimpleNamespace(text="a", language="en", segments=[given])).segments
+    assert (segment.start, segment.end, segment.avg_logprob) == (0.0, 0.5, -0.3)
+    assert [(word.start, word.end) for word in segment.words] == [(0.0, 0.0)]
 
 
 def test_windows_are_told_one_after_the_other(whisper: ListeningModel):

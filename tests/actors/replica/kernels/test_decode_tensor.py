@@ -127,7 +127,7 @@ def test_few_heads_share_a_group_and_a_single_one_of_several_takes_no_tensor_cor
 
         tensor_cores.setattr(decode_kernel, "kernel", noted)
         decode_kernel._plan.cache_clear()
-        types, left = (mx.bfloat16, mx.bfloat16), (False, False, 0, False, False)
+        types, left = (mx.bfloat16, mx.bfloat16), (False, False, 0, False, False, False)
         plan = decode_kernel._plan(Quantized, types, (128, 128, 2, grouped), (4, 32), left, 1, sinks=False, tensor=True)
         shared[grouped] = dict(plan.template)["GC"], "mma.sync" in texts[0]
         assert plan.chunks == grouped // shared[grouped][0]

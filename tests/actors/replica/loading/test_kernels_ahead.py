@@ -71,6 +71,7 @@ def serve(loaded: LoadedModel) -> None:
         pytest.param("llama", {}, "q4", "bfloat16", {"prefill_bf16", *QUANTIZED}, marks=pytest.mark.slow),
         ("qwen3", NORMED, "q4", "bfloat16", {"prefill_bf16", "quantized_decode_tensor_parts", *QUANTIZED}),
         ("qwen3", {}, "fp16", "float16", {"prefill_f16", *PLAIN}),
+        pytest.param("gemma2", {}, "q4", "bfloat16", {*QUANTIZED}, marks=pytest.mark.slow),
         pytest.param("gemma3_text", {}, "k8v4", "bfloat16", {"prefill_bf16", *QUANTIZED}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {}, "q4", "float32", QUANTIZED, marks=pytest.mark.slow),
     ],

@@ -82,7 +82,7 @@ def test_kernels_are_told_with_how_far_they_are_off(folder: str, wrong: bool, mo
     with fake_kernels.kernels(), pytest.MonkeyPatch.context() as patch:
         right = decode_kernel.attend
         if wrong:
-            patch.setattr(decode_kernel, "attend", lambda *given: 1.5 * right(*given))
+            patch.setattr(decode_kernel, "attend", lambda *given, **named: 1.5 * right(*given, **named))
         facts = told(folder, monkeypatch)
     kernel = facts["decode_ways"][0]
     assert kernel["way"] == "by a kernel" and bool(kernel["reason"]) == wrong and (kernel["off"] > 0.03) == wrong
