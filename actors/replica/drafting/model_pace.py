@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 
-from .pace import LASTS_STEPS, MEASURED
+from .pace import LASTS_STEPS, MEASURED, MEASURED_LEAST
 
 DEPTHS = (1, 2, 4, 7)
 """How many tokens may be drafted one after the other."""
@@ -27,6 +27,9 @@ TRIED_LEAST = 24
 
 SHARE_FIRST, FIRST_COUNTS = 0.6, 8.0
 """Which part of drafted tokens is taken to be right before any was drafted, and as how many tokens that counts."""
+
+SHARE_MOST = 0.9
+"""Nothing is tried that would not pay with this part of drafted tokens right."""
 
 SEEN_LESS = 0.98
 """How much less a drafted token counts with every later one."""
@@ -49,6 +52,10 @@ class Share:
         return min(0.99, (self.right + FIRST_COUNTS * before) / (self.tried + FIRST_COUNTS))
 
 
+Times = dict[int, deque[tuple[int, float]]]
+"""By size: the steps at which something was timed, and how long it took in seconds."""
+
+
 class ModelPace:
     """The measured times of a drafting model on one device.
 
@@ -57,16 +64,16 @@ class ModelPace:
         token_s: seconds of a drafted token of one sequence.
 
     Attributes:
-        credit_s: what may be spent on what is not expected to pay. A single piece may exceed it.
+        credit_s: what may be spent on what is not expected to pay.
     """
 
     def __init__(self, pieces: Mapping[int, float], token_s: float) -> None:
         self.credit_s = 0.0
-        self._pieces = {tokens: deque([seconds], MEASURED) for tokens, seconds in pieces.items()}
-        self._tokens = {1: deque([token_s], MEASURED)}
+        self._first_pieces, self._first_token_s = dict(pieces), token_s
+        self._pieces: Times = {}
+        self._tokens: Times = {}
         self._share = Share()
-        self._steps, self._tried_at = 0, 0
-        self._tried = 0
+        self._steps = self._tried = self._tried_at = 0
 
     def note_step(self, seconds: float) -> None:
         """Notes a step of the batch that took so long."""
@@ -75,11 +82,11 @@ class ModelPace:
 
     def note_piece(self, tokens: int, seconds: float) -> None:
         """Notes how long a piece of a prompt took."""
-        self._pieces.setdefault(tokens, deque(maxlen=MEASURED)).append(seconds)
+        self._pieces.setdefault(tokens, deque(maxlen=MEASURED)).append((self._steps, seconds))
 
     def note_drafts(self, sequences: int, depth: int, seconds: float) -> None:
         """Notes how long it took to draft `depth` tokens of each of some sequences."""
-        self._tokens.setdefault(sequences, deque(maxlen=MEASURED)).append(seconds / depth)
+        self._tokens.setdefault(sequences, deque(maxlen=MEASURED)).append((self._steps, seconds / depth))
 
     def note_right(self, own: Share, right: int, drafted: int) -> None:
         """Notes how many tokens of a sequence's draft were right.
@@ -89,15 +96,17 @@ class ModelPace:
         """
         for share in (own, self._share):
             share.note(right, drafted)
-        self._tried = TRIED_LEAST if self.is_known else self._tried
-        self._tried, self._tried_at = self._tried + min(right + 1, drafted), self._steps
+        self._tried = self._tried_lately + min(right + 1, drafted)
+        self._tried_at = self._steps
 
     @property
     def is_known(self) -> bool:
         """Whether enough was drafted lately to know how many tokens are right."""
-        if self._steps - self._tried_at > LASTS_STEPS:
-            self._tried = 0
-        return self._tried >= TRIED_LEAST
+        return self._tried_lately >= TRIED_LEAST
+
+    @property
+    def _tried_lately(self) -> int:
+        return self._tried if self._steps - self._tried_at <= LASTS_STEPS else 0
 
     def share(self, own: Share | None = None) -> float:
         """Returns which part of a sequence's drafted tokens may be expected to be right."""
@@ -106,10 +115,19 @@ class ModelPace:
 
     def drafts_s(self, sequences: int, depth: int) -> float:
         """Returns how long it takes to draft `depth` tokens of each of so many sequences, as far as known."""
-        known = [count for count in self._tokens if count <= sequences] or [min(self._tokens)]
-        return depth * median(self._tokens[max(known)])
+        return depth * (self._known(self._tokens, sequences) or (1, self._first_token_s))[1]
 
     def prompt_s(self, tokens: int) -> float:
         """Returns how long a piece or several with so many tokens take together, as far as known."""
-        known = [size for size in self._pieces if size <= tokens] or [min(self._pieces)]
-        return median(self._pieces[max(known)]) * max(1.0, tokens / max(known))
+        first = max((size for size in self._first_pieces if size <= tokens), default=min(self._first_pieces))
+        size, seconds = self._known(self._pieces, tokens) or (first, self._first_pieces[first])
+        return seconds * max(1.0, tokens / size)
+
+    def _known(self, times: Times, size: int) -> tuple[int, float] | None:
+        """Returns the largest size up to this one of which times are believed, and how long it takes; None for none.
+        The first time of a shape may compile it."""
+        for known in sorted((known for known in times if known <= size), reverse=True):
+            lately = [seconds for step, seconds in times[known] if self._steps - step <= LASTS_STEPS]
+            if len(lately) >= MEASURED_LEAST:
+                return known, median_low(lately)
+        return None

@@ -27,7 +27,7 @@ import mlx.core as mx
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device_errors import on_device
 from ..drafting.drafter import Drafter
-from ..drafting.model_pace import DEPTHS, TRIAL_DEPTH
+from ..drafting.model_pace import DEPTHS, SHARE_MOST, TRIAL_DEPTH
 from ..drafting.pace import WIDTHS, DraftPace, Hope
 from ..kernels.decode_views import NEW_MOST, padded_count
 from .draft_model.model_drafts import SEQUENCES_MAX, DraftModel, ModelDrafts
@@ -166,7 +166,7 @@ class Drafts:
         plan = self._best(sequences, hopes, ready, model, ragged=ragged)
         if plan.depth or not ready:
             return plan
-        if not any(plan.lengths) and self._may_try(model, len(sequences)):
+        if not any(plan.lengths) and self._may_try(sequences, ready, model, ragged=ragged):
             lengths = [min(TRIAL_DEPTH, _most(each)) if at in ready else 0 for at, each in enumerate(sequences)]
             return _Plan(1.0, lengths, frozenset(ready), TRIAL_DEPTH, is_trial=True)
         self._rests_drafts = RESTS_STEPS
@@ -180,15 +180,17 @@ class Drafts:
         model: ModelDrafts,
         *,
         ragged: bool,
+        share: float | None = None,
     ) -> _Plan:
         """Returns what is expected to give most.
 
         Args:
             hopes: of the sequences without the model.
             places: for which sequences the model may draft.
+            share: which part of its tokens is right; None for what is known of it.
         """
         best = _Plan(*self.pace.best(hopes, ragged=ragged))
-        shares = {at: model.share(sequences[at]) for at in places}
+        shares = {at: model.share(sequences[at]) if share is None else share for at in places}
         taken = [at for at in places if not hopes[at].most or hopes[at].share * hopes[at].chance < shares[at]]
         most = {at: _most(sequences[at]) for at in taken if not sequences[at].forced}
         for depth in DEPTHS if any(most.values()) else ():
@@ -202,11 +204,15 @@ class Drafts:
                 best = _Plan(speed, lengths, frozenset(most), deepest)
         return best
 
-    def _may_try(self, model: ModelDrafts, sequences: int) -> bool:
-        """Whether the model may draft although that is not expected to pay."""
-        pace = model.pace
-        costs_s = pace.drafts_s(model.followed, TRIAL_DEPTH) + self.pace.single_s(sequences)
-        return not pace.is_known and pace.credit_s >= costs_s
+    def _may_try(
+        self, sequences: Sequence[ExecutorSequence], places: Sequence[int], model: ModelDrafts, *, ragged: bool
+    ) -> bool:
+        """Whether the model may draft although that is not expected to pay: nobody knows yet, and it could."""
+        pace, hopes = model.pace, [NO_DRAFT] * len(sequences)
+        costs_s = pace.drafts_s(max(1, model.followed), TRIAL_DEPTH) + self.pace.single_s(len(sequences))
+        if pace.is_known or pace.credit_s < costs_s:
+            return False
+        return self._best(sequences, hopes, places, model, ragged=ragged, share=SHARE_MOST).depth > 0
 
     def _follow(
         self, sequences: Sequence[ExecutorSequence], inputs: Callable[[], list[int]], *, ragged: bool, idle: bool
@@ -224,7 +230,7 @@ class Drafts:
             if (found := self._worth_following(sequences, model, ragged=ragged)) is None:
                 return
             model.begin(found[0], paid=found[1])
-        if idle and model.may_compute:
+        if idle and model.begins:
             self.note(sequences, inputs())
             model.compute_piece()
             self.pause()
@@ -254,7 +260,8 @@ class Drafts:
         if saved_s > sum(model.prompt_s(sequences[at]) for at in left):
             self._rests_follow = 0
             return sequences[longest], True
-        return None if model.followed or model.pace.is_known else (sequences[longest], False)
+        tries = not model.followed and self._may_try(sequences, [longest], model, ragged=ragged)
+        return (sequences[longest], False) if tries else None
 
     def _guesses(self, sequences: Sequence[ExecutorSequence], plan: _Plan, sampler: Any) -> dict[int, list[int]]:
         """Returns what the model drafts, by the sequences' places."""

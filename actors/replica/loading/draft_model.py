@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -104,7 +104,7 @@ def _measured(source: str, model: Any, loaded: LoadedModel) -> DraftModel:
     )
 
 
-def _in_parts(kv: RecentKV, tokens: Sequence[int]) -> mx.array:
+def _in_parts(kv: RecentKV, tokens: list[int]) -> mx.array:
     """Computes tokens in parts, padded and beside a shorter sequence. Returns the last logits, `(1, vocabulary)`."""
     trial, logits, at = kv.bare(), mx.zeros((1,)), 0
     trial.open()

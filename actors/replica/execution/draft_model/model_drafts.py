@@ -20,10 +20,13 @@ import mlx.core as mx
 from ...drafting.drafter import Drafter
 from ...drafting.model_pace import ModelPace, Share
 from ..sequence_states import ExecutorSequence
-from .recent_kv import ROOM, RecentKV
+from .recent_kv import ROOM, RecentKV, padded_rows
 
 KEPT = ROOM // 2
 """With how many of its last tokens a sequence is begun."""
+
+KEPT_TRIAL = (128, 64, 32)
+"""With how many it is if that is not expected to pay: the first of these for which there is credit."""
 
 PIECES = (16, 64, 256)
 """Tokens of a piece: the largest that takes at most `PAUSE_S`, and no more than there are; else the smallest."""
@@ -151,30 +154,28 @@ class ModelDrafts:
         """Begins to compute a sequence's last tokens.
 
         Args:
-            paid: whether that is expected to pay.
+            paid: whether that is expected to pay; else it is not begun without credit.
         """
+        afforded = [count for count in KEPT_TRIAL if self.pace.prompt_s(count) <= self.pace.credit_s]
+        if not paid and not afforded:
+            return
         assert self._next is None and sequence.drafter is not None
         count = sequence.drafter.count
-        for index, each in enumerate(self._followed):
-            if each.sequence is sequence:
-                kv = self._kv.take(index)
-                self._keep([other for other in range(len(self._followed)) if other != index])
-                if count - each.end < KEPT:
-                    each.settle()
-                    kv.lengths, each.paid = [each.end - each.start], paid
-                    self._next = each, kv
-                    return
-        start = max(0, count - KEPT)
+        index = next((at for at, each in enumerate(self._followed) if each.sequence is sequence), None)
+        share = Share()
+        if index is not None:
+            before, kv = self._followed[index], self._kv.take(index)
+            self._keep([at for at in range(len(self._followed)) if at != index])
+            if count - before.end < KEPT:
+                before.settle()
+                kv.lengths, before.paid = [before.end - before.start], paid
+                self._next = before, kv
+                return
+            share = before.share
+        start = max(0, count - (KEPT if paid else afforded[0]))
         kv = self._model.kv.bare()
         kv.open()
-        self._next = _Followed(sequence, start, start, paid), kv
-
-    @property
-    def may_compute(self) -> bool:
-        """Whether `compute_piece` computes one now."""
-        if self._next is None:
-            return False
-        return self._next[0].paid or self.pace.credit_s >= self.pace.prompt_s(PIECES[0])
+        self._next = _Followed(sequence, start, start, paid, share=share), kv
 
     def compute_piece(self) -> None:
         """Computes a piece of the sequence that it begins. Waits for it."""
@@ -186,8 +187,7 @@ class ModelDrafts:
             return
         if len(missing) >= WIDTHS[-1]:
             least, *larger = PIECES
-            limit_s = PAUSE_S if each.paid else min(PAUSE_S, self.pace.credit_s)
-            fit = [size for size in larger if size < len(missing) and self.pace.prompt_s(size) <= limit_s]
+            fit = [size for size in larger if size < len(missing) and self.pace.prompt_s(size) <= PAUSE_S]
             size = max(fit, default=least)
             given = missing[:-1][:size]
             began = self._clock()
@@ -218,26 +218,25 @@ class ModelDrafts:
             Drafts of all sequences that are followed, by their places. One that was not ready has none.
         """
         began = self._clock()
-        ready = [each.drafter.count - each.end <= WIDTHS[-1] for each in self._followed]
-        missing = [each.settle() if is_ready else [] for each, is_ready in zip(self._followed, ready, strict=True)]
+        # What was guessed before is overwritten where it was wrong, or where there is nothing to draft for.
+        came = [each.settle() for each in self._followed]
+        new = [tokens if len(tokens) <= WIDTHS[-1] else [] for tokens in came]
         self._kv.lengths = [each.end - each.start for each in self._followed]
-        width = next(width for width in WIDTHS if width >= max(map(len, missing)))
+        width = next(width for width in WIDTHS if width >= max(map(len, new)))
         guess = sampler.guessing([places[id(each.sequence)] for each in self._followed])
-        logits = self._kv.compute([self._known(each) for each in missing], width)
-        drawn = [guess(self._fitting(logits)).tokens]
+        drawn = [guess(self._fitting(self._kv.compute([self._known(each) for each in new], width))).tokens]
         while len(drawn) < depth:
             tokens = mx.minimum(drawn[-1], self._model.known - 1)
             drawn.append(guess(self._fitting(self._kv.compute_one(tokens))).tokens)
         mx.eval(drawn, self._kv.arrays())
         if width <= WIDTHS[1]:
-            self.pace.note_drafts(1 << (len(self._followed) - 1).bit_length(), depth, self._clock() - began)
-        found = {}
-        for index, (each, is_ready, new) in enumerate(zip(self._followed, ready, missing, strict=True)):
-            if is_ready:
-                draft = [int(tokens[index].item()) for tokens in drawn]
-                each.end += len(new)
-                each.guessed = draft[:-1]
-                found[places[id(each.sequence)]] = draft
+            self.pace.note_drafts(padded_rows(len(self._followed)), depth, self._clock() - began)
+        drafts, found = zip(*(tokens.tolist() for tokens in drawn), strict=True), {}
+        for each, given, draft in zip(self._followed, new, drafts, strict=True):
+            if given:
+                each.end += len(given)
+                each.guessed = list(draft[:-1])
+                found[places[id(each.sequence)]] = list(draft)
         return found
 
     def note_right(self, sequence: ExecutorSequence, right: int, drafted: int) -> None:

@@ -151,7 +151,7 @@ class RecentKV:
 
     @property
     def _rows(self) -> int:
-        return _padded(len(self.lengths))
+        return padded_rows(len(self.lengths))
 
     def _run(self, tokens: mx.array, last: mx.array) -> mx.array:
         count = tokens.shape[1]
@@ -169,10 +169,12 @@ class RecentKV:
         self._grow(size)
         self.lengths = [*self.lengths, *lengths]
         first, second = self._layers or self._zeros(0, size), _grown(layers, size) or self._zeros(len(lengths), size)
-        self._layers = [
-            tuple(mx.concatenate([old[:before], new[: len(lengths)]]) for old, new in zip(*both, strict=True))
-            for both in zip(first, second, strict=True)
-        ]  # type: ignore[assignment]
+
+        def both(old: mx.array, new: mx.array) -> mx.array:
+            return mx.concatenate([old[:before], new[: len(lengths)]])
+
+        pairs = zip(first, second, strict=True)
+        self._layers = [(both(old[0], new[0]), both(old[1], new[1])) for old, new in pairs]
         self._size = size
         self._pick([*range(len(self.lengths))])
 
@@ -188,11 +190,12 @@ class RecentKV:
 
     def _pick(self, rows: list[int]) -> None:
         """Makes arrays of these rows, padded with copies of the first."""
-        picked = mx.array(rows + rows[:1] * (_padded(len(rows)) - len(rows)))
+        picked = mx.array(rows + rows[:1] * (padded_rows(len(rows)) - len(rows)))
         self._layers = [(keys[picked], values[picked]) for keys, values in self._layers]
 
 
-def _padded(sequences: int) -> int:
+def padded_rows(sequences: int) -> int:
+    """Returns how many rows the arrays of so many sequences have."""
     return 1 << (sequences - 1).bit_length() if sequences else 0
 
 
