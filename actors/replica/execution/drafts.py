@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from time import perf_counter
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..drafting.drafter import Drafter
 from ..drafting.model_pace import DEPTHS, SHARE_MOST, TRIAL_DEPTH
 from ..drafting.pace import WIDTHS, DraftPace, Hope
 from ..kernels.decode_views import NEW_MOST, padded_count
+from .draft_model.head_drafts import HeadDrafts
 from .draft_model.model_drafts import SEQUENCES_MAX, DraftModel, ModelDrafts
 from .sampling.ready import Ready
 from .sampling.sampling import Draw
@@ -90,7 +91,10 @@ class Drafts:
         self.wanted = wanted
         self._clock = clock
         self.pace = DraftPace()
-        self.model = ModelDrafts(model, vocabulary, clock) if wanted and model is not None else None
+        self.model: ModelDrafts | None = None
+        if wanted and model is not None:
+            drafts = ModelDrafts if model.outputs is None else HeadDrafts
+            self.model = drafts(model, vocabulary, clock)
         self.failure = ""
         self.count = self.drafted = self.right = 0
         self.drafted_by_model = self.right_by_model = 0
@@ -292,6 +296,18 @@ class Drafts:
         for sequence, token in zip(sequences, tokens, strict=True):
             if sequence.drafter is not None and sequence.drafter.count == sequence.length:
                 sequence.drafter.add(token)
+
+    def note_outputs(
+        self, sequences: Sequence[ExecutorSequence], counts: Sequence[int], computed: Sequence[int], outputs: mx.array
+    ) -> None:
+        """Notes what layers gave in a step, for a head that drafts. Call it before the sequences count its tokens.
+
+        Args:
+            counts: how many tokens of each sequence stay.
+            computed: how many each has in `outputs`, `(tokens, dimensions)`.
+        """
+        if self.model is not None:
+            self.model.note_outputs(sequences, counts, [*accumulate(computed, initial=0)][:-1], outputs)
 
     def pause(self) -> None:
         """Notes that the device computes something else than a step, so that the next step is not timed."""

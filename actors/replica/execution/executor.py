@@ -108,7 +108,7 @@ class BatchExecutor(Batch):
         draft_model: DraftModel | None = None,
         followers: Followers | None = None,
     ) -> None:
-        super().__init__(loaded, followers)
+        super().__init__(loaded, followers, None if draft_model is None else draft_model.outputs)
         self.runs_ahead = self.batched_prefill and followers is None and on_cuda() and loaded.way.reads is Reads.KERNEL
         self._make_masks = MaskMaker()
         self.make_sampler: Callable[[], Any] = lambda: BatchSampler(loaded.vocabulary_size, loaded.eos_token_ids)
@@ -338,7 +338,9 @@ class BatchExecutor(Batch):
         now.inputs, now.change = draw.tokens.astype(mx.uint32), None
         now.draw = draw, [sequence.sequence_id for sequence in now.sequences]
         if launch or seals:
-            mx.async_eval(now.inputs, *draw.arrays(), *(self._pool_arrays() if seals else ()))
+            # What nobody needs yet must not keep arrays from being written in place.
+            outputs = () if self.hidden is None else (self.hidden,)
+            mx.async_eval(now.inputs, *draw.arrays(), *outputs, *(self._pool_arrays() if seals else ()))
         if seals:
             self.seal_filled()
         tokens = _read_tokens(inputs, change)
@@ -346,7 +348,10 @@ class BatchExecutor(Batch):
         ready += [Ready(now.sequences[0].sequence_id, token) for token in forced[1:]]
         if self.drafts.wanted:
             self.drafts.note(now.sequences, tokens)
-        self.advance([len(forced) or 1] * len(now.sequences))
+        counts = [len(forced) or 1] * len(now.sequences)
+        if self.hidden is not None:
+            self.drafts.note_outputs(now.sequences, counts, counts, self.hidden)
+        self.advance(counts)
         return ready
 
     @on_device()
@@ -383,7 +388,11 @@ class BatchExecutor(Batch):
         sampler = now.sampler.ahead(drafts)
         masks = self._masks(inputs, logits, drafts)
         draw = sampler(logits, masks)
+        if self.hidden is not None:
+            mx.async_eval(*draw.arrays(), self.hidden)
         ready, checked = self._ready(first, now.draw), check(self._sequences, drafts, draw)
+        if self.hidden is not None:
+            self.drafts.note_outputs(self._sequences, checked.computed, [1 + len(each) for each in drafts], self.hidden)
         for sequence, draft, count in zip(self._sequences, drafts, checked.computed, strict=True):
             if sequence.grammar is not None:
                 for token in draft[: count - 1]:

@@ -19,9 +19,10 @@ from ...model_files.text.vocabularies import difference
 from ...model_files.weights import bytes_in_memory, read_weight_files
 from ..device.device import on_gpu
 from ..execution.draft_model.model_drafts import PIECES, SEQUENCES_MAX, DraftModel
-from ..execution.draft_model.recent_kv import ROOM, LayerShape, RecentKV, caller
+from ..execution.draft_model.recent_kv import ROOM, LayerShape, RecentKV, caller, forward_of
 from ..execution.loaded_model import LoadedModel
 from ..proving.agreement import agree
+from .draft_head import is_head, load_head
 from .model_id import refuse_elsewhere
 from .models import check_memory, pick_dtype
 from .prepare import prepare_weights
@@ -39,7 +40,7 @@ def load_draft_model(
     progress: Progress,
     claim: Callable[[int], None] = lambda nbytes: None,
 ) -> DraftModel:
-    """Loads a model that drafts for a loaded one.
+    """Loads a model, or a head (`draft_head.py`), that drafts for a loaded one.
 
     Args:
         source: its folder or Hub id.
@@ -53,9 +54,11 @@ def load_draft_model(
         raise ModelLoadError(f"{source} does not draft: {loaded.undrafted}")
     try:
         folder = resolve(source, progress)
-        _refuse(source, folder, loaded.folder)
         progress(f"loading {source}, which drafts", None)
         kind = pick_dtype(dtype)
+        if is_head(config := read_json(folder / "config.json")):
+            return load_head(source, folder, config, loaded, kind, claim)
+        _refuse(source, folder, config, loaded.folder)
         needed = bytes_in_memory(read_weight_files(folder), None if kind is None else kind.size)
         check_memory(source, needed)
         claim(needed)
@@ -69,8 +72,7 @@ def load_draft_model(
         raise ModelLoadError(f"{source} does not draft: {first_sentence(error)}") from error
 
 
-def _refuse(source: str, folder: Path, target: Path) -> None:
-    config = read_json(folder / "config.json")
+def _refuse(source: str, folder: Path, config: dict[str, Any], target: Path) -> None:
     refuse_model_file(source, config, trusted=False)
     refuse_elsewhere(source, config)
     if sees(folder):
@@ -88,7 +90,7 @@ def _measured(source: str, model: Any, loaded: LoadedModel) -> DraftModel:
     expected = model(mx.array([tokens], mx.uint32), cache=caches)
     mx.eval(expected)
     shapes = [LayerShape(each.keys.shape[1], each.keys.shape[3], each.values.shape[3]) for each in caches]
-    call = caller(model)
+    call = caller(forward_of(model))
     # On a CPU a step takes longer than to build its graph.
     kv = RecentKV(shapes, caches[0].keys.dtype, call, mx.compile(call) if on_gpu() else call)
     if not agree([expected[0, -1:]], [_in_parts(kv, tokens)]):

@@ -20,7 +20,8 @@ import mlx.core as mx
 from ...drafting.drafter import Drafter
 from ...drafting.model_pace import ModelPace, Share
 from ..sequence_states import ExecutorSequence
-from .recent_kv import ROOM, RecentKV, padded_rows
+from .layer_outputs import LayerOutputs
+from .recent_kv import ROOM, RecentKV, States, padded_rows
 
 KEPT = ROOM // 2
 """With how many of its last tokens a sequence is begun."""
@@ -35,6 +36,9 @@ PAUSE_S = 0.03
 
 WIDTHS = (1, 2, 4, 8, 16)
 """To how many tokens of each sequence it is padded what was drawn since the last draft."""
+
+USUAL_WIDTH = 8
+"""A draft behind more tokens says nothing about how long others take."""
 
 LEFT = 2 * WIDTHS[-1]
 """A sequence that has room for fewer tokens is not followed further."""
@@ -53,6 +57,8 @@ class DraftModel:
         kv: of no sequence, for its layers.
         kv_bytes: the most that its KV takes.
         pieces, token_s: its first times, as for `ModelPace`.
+        outputs: the layers of the other model from whose outputs it drafts; None for a whole model, to which tokens
+            are enough.
     """
 
     name: str
@@ -61,10 +67,11 @@ class DraftModel:
     kv_bytes: int
     pieces: dict[int, float]
     token_s: float
+    outputs: LayerOutputs | None = None
 
 
 @dataclass(eq=False)
-class _Followed:
+class Followed:
     """A sequence that the model follows.
 
     Attributes:
@@ -77,7 +84,7 @@ class _Followed:
     sequence: ExecutorSequence
     start: int
     end: int
-    paid: bool
+    paid: bool = True
     guessed: list[int] = field(default_factory=list)
     share: Share = field(default_factory=Share)
 
@@ -104,10 +111,10 @@ class ModelDrafts:
     def __init__(self, model: DraftModel, vocabulary: int, clock: Callable[[], float] = perf_counter) -> None:
         self._model, self._vocabulary, self._clock = model, vocabulary, clock
         self.pace = ModelPace(model.pieces, model.token_s)
-        self._followed: list[_Followed] = []
+        self._followed: list[Followed] = []
         self._kv = model.kv.bare()
         # The one whose last tokens are being computed.
-        self._next: tuple[_Followed, RecentKV] | None = None
+        self._next: tuple[Followed, RecentKV] | None = None
 
     @property
     def name(self) -> str:
@@ -137,6 +144,17 @@ class ModelDrafts:
     def followed(self) -> int:
         """How many sequences it follows, with the one that it begins."""
         return len(self._followed) + (self._next is not None)
+
+    def note_outputs(
+        self, sequences: Sequence[ExecutorSequence], counts: Sequence[int], places: Sequence[int], outputs: mx.array
+    ) -> None:
+        """Notes what layers of the other model gave in a step; a whole model does not need it. Call it before the
+        sequences count the step's tokens.
+
+        Args:
+            counts: how many tokens of each sequence were computed and stay.
+            places: where the first of them is in `outputs`, `(tokens, dimensions)`.
+        """
 
     # Before it can draft for a sequence.
 
@@ -175,7 +193,7 @@ class ModelDrafts:
         start = max(0, count - (KEPT if paid else afforded[0]))
         kv = self._model.kv.bare()
         kv.open()
-        self._next = _Followed(sequence, start, start, paid, share=share), kv
+        self._next = Followed(sequence, start, start, paid, share=share), kv
 
     def compute_piece(self) -> None:
         """Computes a piece of the sequence that it begins. Waits for it."""
@@ -218,26 +236,41 @@ class ModelDrafts:
             Drafts of all sequences that are followed, by their places. One that was not ready has none.
         """
         began = self._clock()
-        # What was guessed before is overwritten where it was wrong, or where there is nothing to draft for.
-        came = [each.settle() for each in self._followed]
-        new = [tokens if len(tokens) <= WIDTHS[-1] else [] for tokens in came]
+        new = self._new_tokens()
+        if not any(new):
+            return {}
         self._kv.lengths = [each.end - each.start for each in self._followed]
         width = next(width for width in WIDTHS if width >= max(map(len, new)))
         guess = sampler.guessing([places[id(each.sequence)] for each in self._followed])
-        drawn = [guess(self._fitting(self._kv.compute([self._known(each) for each in new], width))).tokens]
+        logits = self._kv.compute([self._known(tokens) for tokens in new], width, self._states(width))
+        drawn = [guess(self._fitting(logits)).tokens]
         while len(drawn) < depth:
             tokens = mx.minimum(drawn[-1], self._model.known - 1)
             drawn.append(guess(self._fitting(self._kv.compute_one(tokens))).tokens)
         mx.eval(drawn, self._kv.arrays())
-        if width <= WIDTHS[1]:
+        if width <= USUAL_WIDTH:
             self.pace.note_drafts(padded_rows(len(self._followed)), depth, self._clock() - began)
-        drafts, found = zip(*(tokens.tolist() for tokens in drawn), strict=True), {}
-        for each, given, draft in zip(self._followed, new, drafts, strict=True):
-            if given:
-                each.end += len(given)
-                each.guessed = list(draft[:-1])
+        drafts, found = zip(*(tokens.tolist() for tokens in drawn), strict=True), dict[int, list[int]]()
+        for each, tokens, draft in zip(self._followed, new, drafts, strict=True):
+            if tokens:
+                each.end += len(tokens)
                 found[places[id(each.sequence)]] = list(draft)
+                self._note_guessed(each, draft[:-1])
         return found
+
+    def _new_tokens(self) -> list[list[int]]:
+        """Returns what is computed next of every sequence that is followed; [] for one that is not ready."""
+        # What was guessed is overwritten where it was wrong, or where there is nothing to draft for.
+        came = [each.settle() for each in self._followed]
+        return [tokens if len(tokens) <= WIDTHS[-1] else [] for tokens in came]
+
+    def _states(self, width: int) -> States | None:
+        """Returns the states of these tokens, as for `RecentKV.compute`."""
+        return None
+
+    def _note_guessed(self, each: Followed, tokens: Sequence[int]) -> None:
+        """Notes which tokens have KV after those that are known."""
+        each.guessed = list(tokens)
 
     def note_right(self, sequence: ExecutorSequence, right: int, drafted: int) -> None:
         """Notes how many tokens of a sequence's draft were right."""

@@ -59,20 +59,39 @@ class _LayerCache:
         return kept, others
 
 
-def caller(model: Any) -> Callable[[mx.array, mx.array, mx.array, Layers], tuple[mx.array, Layers]]:
+States = list[mx.array]
+"""What a head that drafts gets and gives besides tokens and logits, `(sequences, tokens, dimensions)`; [] for a whole
+model."""
+
+Forward = Callable[[mx.array, States, Sequence[Any]], tuple[mx.array, States]]
+"""Given tokens `(sequences, tokens)`, states and caches, returns logits `(sequences, tokens, vocabulary)` and states
+after each token."""
+
+
+def forward_of(model: Any) -> Forward:
+    """Returns a whole model's."""
+    return lambda tokens, states, caches: (model(tokens, cache=caches), [])
+
+
+def caller(
+    forward: Forward,
+) -> Callable[[mx.array, mx.array, mx.array, Layers, States], tuple[mx.array, Layers, States]]:
     """Returns a function that computes the next tokens of all sequences.
 
     Its arguments are the tokens, `(sequences, count)`, of which a sequence's own come first; its lengths before,
-    `(sequences,) int32`; the place of its last token in the call, `(sequences,)`; and its KV. It returns the logits
-    after the last token of each, `(sequences, vocabulary)`, and the KV with these tokens.
+    `(sequences,) int32`; the place of its last token in the call, `(sequences,)`; its KV; and states. It returns the
+    logits after the last token of each, `(sequences, vocabulary)`; the KV with these tokens; and the states after the
+    last ones, `(sequences, 1, dimensions)`.
     """
 
-    def run(tokens: mx.array, lengths: mx.array, last: mx.array, layers: Layers) -> tuple[mx.array, Layers]:
+    def run(
+        tokens: mx.array, lengths: mx.array, last: mx.array, layers: Layers, states: States
+    ) -> tuple[mx.array, Layers, States]:
         positions = lengths[:, None] + mx.arange(tokens.shape[1])
         caches = [_LayerCache(lengths, positions, arrays) for arrays in layers]
-        logits = model(tokens, cache=caches)
-        chosen = mx.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
-        return chosen, [cache.arrays for cache in caches]
+        logits, after = forward(tokens, states, caches)
+        chosen, *rest = [mx.take_along_axis(each, last[:, None, None], axis=1) for each in (logits, *after)]
+        return chosen[:, 0], [cache.arrays for cache in caches], rest
 
     return run
 
@@ -92,6 +111,7 @@ class RecentKV:
         self._shapes, self._dtype, self._call, self._step = shapes, dtype, call, step
         self.lengths: list[int] = []
         self._layers: Layers = []
+        self._states: States = []
         self._size = 0
 
     def bare(self) -> RecentKV:
@@ -123,9 +143,12 @@ class RecentKV:
         taken._layers = [(keys[index : index + 1], values[index : index + 1]) for keys, values in self._layers]
         return taken
 
-    def compute(self, tokens: Sequence[Sequence[int]], width: int) -> mx.array:
+    def compute(self, tokens: Sequence[Sequence[int]], width: int, states: States | None = None) -> mx.array:
         """Launches the model for the next tokens of each sequence: at most `width` of each, or none. There must be room
         for `width` more tokens of each.
+
+        Args:
+            states: of these tokens, `(sequences, width, dimensions)`; None for a whole model.
 
         Returns:
             `(sequences, vocabulary)`, the logits after the last token of each; without meaning where there is none.
@@ -133,12 +156,14 @@ class RecentKV:
         padded = [[*each, *[0] * (width - len(each))] for each in tokens]
         more = self._rows - len(padded)
         last = [max(0, len(each) - 1) for each in tokens] + [0] * more
+        self._states = [mx.pad(each, [(0, more), (0, 0), (0, 0)]) if more else each for each in states or ()]
         logits = self._run(mx.array(padded + [[0] * width] * more, mx.uint32), mx.array(last))
         self.lengths = [length + len(each) for length, each in zip(self.lengths, tokens, strict=True)]
         return logits
 
     def compute_one(self, tokens: mx.array) -> mx.array:
-        """As `compute`, for one token of each sequence, `(sequences,)`, which need not be evaluated."""
+        """As `compute`, for one token of each sequence, `(sequences,)`, which need not be evaluated. Its states are
+        those after the last one."""
         if more := self._rows - tokens.shape[0]:
             tokens = mx.concatenate([tokens, mx.zeros((more,), tokens.dtype)])
         logits = self._run(tokens.astype(mx.uint32)[:, None], mx.zeros((self._rows,), mx.int32))
@@ -160,7 +185,7 @@ class RecentKV:
         run, layers = self._step if count == 1 else self._call, self._layers
         # So that the arrays can be changed in place.
         self._layers = []
-        logits, self._layers = run(tokens, lengths, last.astype(mx.uint32), layers)
+        logits, self._layers, self._states = run(tokens, lengths, last.astype(mx.uint32), layers, self._states)
         return logits[: len(self.lengths)]
 
     def _append(self, lengths: Sequence[int], size: int, layers: Layers) -> None:

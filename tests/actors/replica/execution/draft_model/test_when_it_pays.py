@@ -59,7 +59,7 @@ class FakeKV:
     def arrays(self) -> list[mx.array]:
         return []
 
-    def compute(self, tokens: Sequence[Sequence[int]], width: int) -> mx.array:
+    def compute(self, tokens: Sequence[Sequence[int]], width: int, states: Any = None) -> mx.array:
         self._device.now_s += max(self._device.drafted_s, width * self._device.prompt_s)
         return mx.zeros((len(self.lengths), VOCABULARY))
 
