@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,14 +25,18 @@ class LayerOutputs:
             recast(layer, _noting(type(layer), number, self._note))
 
     @contextmanager
-    def noted(self) -> Iterator[list[mx.array]]:
+    def noted(self, computed: Callable[[mx.array], mx.array] = lambda output: output) -> Iterator[list[mx.array]]:
         """Yields a list that has, once the context is left, what one call of the model within it gave:
-        `(sequences, tokens, dimensions of all layers)`."""
+        `(sequences, tokens, dimensions of all layers)`.
+
+        Args:
+            computed: given what a layer has returned, returns the same as it is computed otherwise.
+        """
         self._noted, found = {}, list[mx.array]()
         try:
             yield found
             if len(self._noted) == self._count:
-                found.append(mx.concatenate([self._noted[number] for number in range(self._count)], axis=-1))
+                found.append(mx.concatenate([computed(self._noted[number]) for number in range(self._count)], axis=-1))
         finally:
             self._noted = None
 

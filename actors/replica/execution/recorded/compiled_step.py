@@ -161,7 +161,9 @@ class CompiledStep:
                 )
             adapting = adapted.recording(numbers[0]) if numbers and adapted is not None else nullcontext()
             deferring = nullcontext() if deferral is None else deferral.active(offset)
-            noting = nullcontext(list[mx.array]()) if outputs is None else outputs.noted()
+            # A sum that the model computes, and that is computed otherwise here, would be computed twice.
+            sums = next((each.computed for each in fusions if isinstance(each, ResidualSums)), lambda output: output)
+            noting = nullcontext(list[mx.array]()) if outputs is None else outputs.noted(sums)
             with ExitStack() as fusing, adapting, deferring, noting as hidden:
                 for fusion in fusions:
                     fusing.enter_context(fusion.active())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ from satchel.actors.replica.execution.draft_model import head_drafts
 from satchel.actors.replica.execution.draft_model.head_drafts import HeadDrafts
 from satchel.actors.replica.execution.draft_model.model_drafts import DraftModel
 from satchel.actors.replica.execution.loaded_model import LoadedModel
+from satchel.actors.replica.kernels import gpu_kernels
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.draft_model import load_draft_model
 from satchel.cluster.errors import ModelLoadError
 from tests.actors.replica.execution.test_drafts import HOW, TOKENS, same
 from tests.worlds.models.families import write_model
 from tests.worlds.models.heads import write_head
+from tests.worlds.replica import fake_kernels
 from tests.worlds.replica.bench import Bench
 from tests.worlds.replica.drafting import eager
 
@@ -71,10 +75,23 @@ def test_sequences_that_come_and_go_say_the_same(
     assert bench.engine.executor.drafts.drafted_by_model > 50
 
 
+@pytest.fixture
+def recorded(deep: LoadedModel) -> Iterator[LoadedModel]:
+    """The same model, whose steps are recorded."""
+    with nullcontext() if gpu_kernels.is_available() else fake_kernels.kernels():
+        yield models.load(
+            str(deep.folder), context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm=False, kv="fp16"
+        )
+
+
+@pytest.mark.parametrize("steps", ["deep", "recorded"])
 def test_a_head_drafts_what_that_of_mlx_vlm_does(
-    deep: LoadedModel, head: DraftModel, folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    steps: str, folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
     """From the outputs of the same layers, for the first token of the answer and all after it."""
+    target: LoadedModel = request.getfixturevalue(steps)
+    assert target.way.compiled == (steps == "recorded")
+    head = load_draft_model(str(folder), target, progress=lambda what, fraction: None)
     drafted: list[tuple[list[int], list[int]]] = []
     draft = HeadDrafts.draft
 
@@ -87,7 +104,9 @@ def test_a_head_drafts_what_that_of_mlx_vlm_does(
     monkeypatch.setattr(HeadDrafts, "draft", noting)
     prompt = prompts[2]
     with eager(1):
-        Bench(deep, draft_model=head).run("one", prompt, max_tokens=30)
+        bench = Bench(target, draft_model=head)
+        bench.engine.executor.batched_prefill = True
+        assert bench.run("one", prompt, max_tokens=30).tokens == Bench(target).run("one", prompt, max_tokens=30).tokens
     # It would take the model's embeddings, which a head's are in a real checkpoint.
     monkeypatch.setattr(Eagle3DraftModel, "bind", lambda own, _: own)
     own = Eagle3DraftModel(Eagle3Config.from_dict(read_json(folder / "config.json")))
@@ -96,8 +115,8 @@ def test_a_head_drafts_what_that_of_mlx_vlm_does(
     assert head.outputs is not None
     for tokens, got in drafted:
         with head.outputs.noted() as outputs:
-            deep.model(mx.array([tokens[:-1]]), cache=make_prompt_cache(deep.model))
-        own.reset(deep.model)
+            target.model(mx.array([tokens[:-1]]), cache=make_prompt_cache(target.model))
+        own.reset(target.model)
         first = len(prompt) - 1
         own.prefill_from_target_hidden(
             mx.array([tokens[first:-1]]), outputs[0][:, first:], tokens[-1], sampler=None, greedy=True
