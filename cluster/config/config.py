@@ -115,11 +115,12 @@ def _parse_off(value: object) -> object:
 
 @validated(frozen=True, config=STRICT)
 class Drafting:
-    """A small model that drafts for another one."""
+    """A small model, or a head, that drafts for another one."""
 
     model: Annotated[str, Field(min_length=1)]
-    """A folder, a Hub id, or the name of a model of this config. It must have the same tokenizer, and layers of plain
-    attention. It is loaded beside each replica of the model that it drafts for."""
+    """A folder, a Hub id, or the name of a model of this config. A model must have the same tokenizer, and layers of
+    plain attention. An EAGLE-3 head must have been trained for the model that it drafts for. It is loaded beside each
+    replica of that model."""
 
 
 @validated(frozen=True, config=STRICT)
@@ -161,10 +162,10 @@ class Model:
     KV is not shared between the two."""
     drafts: Annotated[Literal["auto", "off"] | Drafting, BeforeValidator(_parse_off)] = "off"
     """`auto` guesses the next tokens of a sequence from its own prompt and answer, and computes several in one step
-    where that was measured to be faster. With `model: …` a small model guesses too, where the conversation does not
-    tell. The answer does not change, but with `numerics: fast` by rounding. `off` never guesses. It is the default,
-    because a GPU rounds differently if it computes several tokens in one step: on an H200 one answer in six was another
-    one."""
+    where that was measured to be faster. With `model: …` a small model or a head guesses too, where the conversation
+    does not tell. The answer does not change, but with `numerics: fast` by rounding. `off` never guesses. It is the
+    default, because a GPU rounds differently if it computes several tokens in one step: on an H200 one answer in six
+    was another one."""
     self_test: Annotated[bool, also_named("self_test", "trial")] = True
     """Whether the model runs a self-test when it is loaded: batched, in chunks and from cached KV it must compute what
     it computes unbatched. The result is stored. Without a self-test an untested model family may give wrong answers

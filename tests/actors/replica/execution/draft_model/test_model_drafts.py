@@ -15,6 +15,7 @@ from satchel.actors.replica.execution.draft_model import model_drafts
 from satchel.actors.replica.execution.draft_model.model_drafts import DraftModel, ModelDrafts
 from satchel.actors.replica.execution.draft_model.recent_kv import RecentKV
 from satchel.actors.replica.execution.loaded_model import LoadedModel
+from satchel.actors.replica.loading import draft_model
 from satchel.actors.replica.loading.draft_model import load_draft_model
 from satchel.actors.replica.proving.agreement import agree
 from tests.actors.replica.execution.test_drafts import HOW, TOKENS, same
@@ -72,6 +73,27 @@ def test_a_model_that_draws_as_the_sequence_does_is_right(
     drafts = bench.engine.executor.drafts
     assert drafts.drafted_by_model and drafts.right_by_model > 0.9 * drafts.drafted_by_model
     assert bench.engine.counters.steps < 0.9 * len(expected.tokens)
+
+
+@pytest.mark.slow
+def test_recorded_steps_of_the_model_draft_the_same(
+    loaded: LoadedModel, prompts: list[list[int]], itself: DraftModel, monkeypatch: pytest.MonkeyPatch
+):
+    """As on a GPU, for one sequence and for several, which others join."""
+    monkeypatch.setattr(draft_model, "on_gpu", lambda: True)
+    recorded = load(loaded.folder, loaded)
+    assert set(recorded.pieces) == set(model_drafts.PIECES)
+    found = []
+    for each in (itself, recorded):
+        with eager(4):
+            bench = together(loaded, each)
+            for index in (2, 0, 1):
+                bench.submit(str(index), prompts[index], max_tokens=20)
+                bench.turn()
+            bench.drain()
+        drafts = bench.engine.executor.drafts
+        found.append((drafts.drafted_by_model, drafts.right_by_model))
+    assert found[0] == found[1] and found[0][1] > 0.9 * found[0][0] > 10
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
