@@ -75,6 +75,10 @@ def load_draft_model(
 def _refuse(source: str, folder: Path, config: dict[str, Any], target: Path) -> None:
     refuse_model_file(source, config, trusted=False)
     refuse_elsewhere(source, config)
+    if any("eagle" in str(name).lower() for name in config.get("architectures") or ()):
+        raise ModelLoadError(
+            f"{source} does not draft: a head must be in the layout of speculators, as mlx-vlm reads it"
+        )
     if sees(folder):
         raise ModelLoadError(f"{source} does not draft: it takes pictures, and only a model of text drafts")
     if why := difference(folder, target):
