@@ -15,7 +15,7 @@ from satchel.actors.replica.execution.draft_model import model_drafts
 from satchel.actors.replica.execution.draft_model.model_drafts import DraftModel, ModelDrafts
 from satchel.actors.replica.execution.draft_model.recent_kv import RecentKV
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.loading import draft_model
+from satchel.actors.replica.loading import draft_model, models
 from satchel.actors.replica.loading.draft_model import load_draft_model
 from satchel.actors.replica.proving.agreement import agree
 from tests.actors.replica.execution.test_drafts import HOW, TOKENS, same
@@ -190,3 +190,24 @@ def test_kv_of_many_tokens_is_that_of_the_models_own_caches(loaded: LoadedModel,
     for index, each in enumerate(tokens):
         expected = model(mx.array([each]), cache=make_prompt_cache(model))[:, -1]
         assert agree([expected], [got[index : index + 1]]), index
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "glm4", "deepseek_v2"])
+def test_models_of_each_family_say_the_same_if_they_draft_for_themselves(family: str, asked: Asked, tmp_path: Path):
+    """Families with windows are not drafted where bits are promised, and recurrent ones nowhere."""
+    folder = write_model(tmp_path, family)
+    target = models.load(
+        str(folder), context_tokens_max=None, progress=lambda *_: None, numerics="reproducible", kv="fp16"
+    )
+    drafting = load(folder, target)
+    expected = [Bench(target).run("one", prompt, **how) for prompt, how in asked]
+    with eager(6):
+        bench = together(target, drafting)
+        for index, (prompt, how) in enumerate(asked):
+            bench.submit(str(index), prompt, **how)
+            bench.turn()
+        bench.drain()
+    assert all(same(bench.sequences[str(index)], each) for index, each in enumerate(expected))
+    drafts = bench.engine.executor.drafts
+    assert drafts.right_by_model > 0.5 * drafts.drafted_by_model > 20
