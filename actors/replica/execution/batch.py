@@ -23,7 +23,6 @@ from ..kv import caches as kv_cache
 from ..kv.caches import PooledBlock, Record, Records, Slab
 from ..kv.sequence_view import SequenceView, Stacks
 from ..kv.unbatched import UnbatchedSequences
-from .draft_model.layer_outputs import LayerOutputs
 from .drafts import padded_width
 from .followers import Followers, Parts, replayed
 from .loaded_model import LoadedModel
@@ -31,6 +30,7 @@ from .media.language_inputs import SequencePart
 from .micro_batches import TWO
 from .prefilling import Prefilling
 from .recorded.compiled_step import CompiledStep
+from .recorded.layer_outputs import LayerOutputs
 from .sequence_states import ExecutorSequence, MicroBatch, Stage, arriving
 
 CLEAR_EVERY_STEPS = 512

@@ -15,10 +15,10 @@ from mlx.utils import tree_flatten
 from ....cluster.errors import ModelLoadError
 from ...model_files.weights import bytes_in_memory, read_weight_files
 from ..device.device import as_numpy, on_gpu
-from ..execution.draft_model.layer_outputs import LayerOutputs
 from ..execution.draft_model.model_drafts import SEQUENCES_MAX, DraftModel
 from ..execution.draft_model.recent_kv import ROOM, Forward, LayerShape, RecentKV, States, caller
 from ..execution.loaded_model import LoadedModel
+from ..execution.recorded.layer_outputs import LayerOutputs
 from .models import check_memory
 
 KIND = "eagle3"

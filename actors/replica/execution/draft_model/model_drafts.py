@@ -19,8 +19,8 @@ import mlx.core as mx
 
 from ...drafting.drafter import Drafter
 from ...drafting.model_pace import ModelPace, Share
+from ..recorded.layer_outputs import LayerOutputs
 from ..sequence_states import ExecutorSequence
-from .layer_outputs import LayerOutputs
 from .recent_kv import ROOM, RecentKV, States, padded_rows
 
 KEPT = ROOM // 2

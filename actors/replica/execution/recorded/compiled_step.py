@@ -21,9 +21,9 @@ from ...kernels.decode_views import KernelStep, KernelView, NewTokens
 from ...kernels.head_transform import NOTHING, HeadTransform
 from ...kernels.sealing import Sealed, SealPolicy
 from ...kv.paged_cache import PagedKVCache
-from ..draft_model.layer_outputs import LayerOutputs
 from .deferral import Deferral
 from .fused_products import FusedProducts
+from .layer_outputs import LayerOutputs
 from .residual_sums import ResidualSums
 
 GRAPHS_MAX = 64

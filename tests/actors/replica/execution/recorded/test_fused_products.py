@@ -18,10 +18,10 @@ from mlx_lm.models.activations import swiglu
 
 from satchel.actors.model_files.checkpoints import load_checkpoint
 from satchel.actors.replica.device.device import on_gpu
-from satchel.actors.replica.execution.draft_model.layer_outputs import LayerOutputs
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.recorded.compiled_step import CompiledStep
 from satchel.actors.replica.execution.recorded.fused_products import FusedProducts
+from satchel.actors.replica.execution.recorded.layer_outputs import LayerOutputs
 from satchel.actors.replica.execution.recorded.residual_sums import ResidualSums, fusions_of
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.kernels import few_rows
