@@ -113,7 +113,7 @@ def _read_weights(head: Any, folder: Path, config: Mapping[str, Any], model: Any
         raise ModelLoadError(f"{folder.name} does not draft: its weights do not fit its config ({more[0]})")
     if "embed_tokens.weight" not in weights:
         # Many heads share the model's.
-        head.embed_tokens = getattr(model, "model", model).embed_tokens
+        head.update_modules({"embed_tokens": getattr(model, "model", model).embed_tokens})
 
 
 def _target_ids(head: Any) -> mx.array:

@@ -105,14 +105,27 @@ class RecentKV:
 
     Attributes:
         lengths: how many tokens each sequence has.
+        layers: the arrays; [] without sequences.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], dtype: mx.Dtype, call: Any, step: Any) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        dtype: mx.Dtype,
+        call: Any,
+        step: Any,
+        lengths: Sequence[int] = (),
+        layers: Layers | None = None,
+    ) -> None:
         self._shapes, self._dtype, self._call, self._step = shapes, dtype, call, step
-        self.lengths: list[int] = []
-        self._layers: Layers = []
+        self.lengths = list(lengths)
+        self.layers: Layers = layers or []
         self._states: States = []
-        self._size = 0
+
+    @property
+    def size(self) -> int:
+        """How many tokens of each sequence there is room for now."""
+        return self.layers[0][0].shape[2] if self.layers else 0
 
     def bare(self) -> RecentKV:
         """Returns one of the same model without sequences."""
@@ -120,28 +133,28 @@ class RecentKV:
 
     def open(self) -> None:
         """Appends a sequence without tokens."""
-        self._append([0], SIZES[0], [])
+
+        def zeros(heads: int, dim: int) -> mx.array:
+            return mx.zeros((1, heads, max(self.size, SIZES[0]), dim), self._dtype)
+
+        self._append(
+            [0], [(zeros(each.heads, each.key_dim), zeros(each.heads, each.value_dim)) for each in self._shapes]
+        )
 
     def join(self, other: RecentKV) -> None:
         """Appends the sequences of another one, which must not be used any more."""
-        self._append(other.lengths, other._size, other._layers)
+        self._append(other.lengths, other.layers)
 
     def keep(self, indices: Sequence[int]) -> None:
         """Keeps only these sequences, in this order."""
-        if list(indices) == [*range(len(self.lengths))]:
-            return
-        self.lengths = [self.lengths[index] for index in indices]
-        if not self.lengths:
-            self._layers, self._size = [], 0
-            return
-        self._pick(list(indices))
+        if list(indices) != [*range(len(self.lengths))]:
+            self.lengths = [self.lengths[index] for index in indices]
+            self.layers = _picked(self.layers, list(indices)) if indices else []
 
     def take(self, index: int) -> RecentKV:
         """Returns one with a copy of the KV of one sequence."""
-        taken = self.bare()
-        taken.lengths, taken._size = [self.lengths[index]], self._size
-        taken._layers = [(keys[index : index + 1], values[index : index + 1]) for keys, values in self._layers]
-        return taken
+        taken = _picked(self.layers, [index])
+        return RecentKV(self._shapes, self._dtype, self._call, self._step, [self.lengths[index]], taken)
 
     def compute(self, tokens: Sequence[Sequence[int]], width: int, states: States | None = None) -> mx.array:
         """Launches the model for the next tokens of each sequence: at most `width` of each, or none. There must be room
@@ -172,7 +185,7 @@ class RecentKV:
 
     def arrays(self) -> list[mx.array]:
         """Returns the arrays to evaluate."""
-        return [array for layer in self._layers for array in layer]
+        return [array for layer in self.layers for array in layer]
 
     @property
     def _rows(self) -> int:
@@ -180,43 +193,26 @@ class RecentKV:
 
     def _run(self, tokens: mx.array, last: mx.array) -> mx.array:
         count = tokens.shape[1]
-        self._grow(next(size for size in SIZES if size >= max(self.lengths) + count))
+        size = next(size for size in SIZES if size >= max(self.lengths) + count)
         lengths = mx.array(self.lengths + [0] * (self._rows - len(self.lengths)), mx.int32)
-        run, layers = self._step if count == 1 else self._call, self._layers
+        run, layers = self._step if count == 1 else self._call, _grown(self.layers, size)
         # So that the arrays can be changed in place.
-        self._layers = []
-        logits, self._layers, self._states = run(tokens, lengths, last.astype(mx.uint32), layers, self._states)
+        self.layers = []
+        logits, self.layers, self._states = run(tokens, lengths, last.astype(mx.uint32), layers, self._states)
         return logits[: len(self.lengths)]
 
-    def _append(self, lengths: Sequence[int], size: int, layers: Layers) -> None:
-        before = len(self.lengths)
-        size = max(size, self._size)
-        self._grow(size)
+    def _append(self, lengths: Sequence[int], layers: Layers) -> None:
+        before, size = len(self.lengths), max(self.size, layers[0][0].shape[2])
         self.lengths = [*self.lengths, *lengths]
-        first, second = self._layers or self._zeros(0, size), _grown(layers, size) or self._zeros(len(lengths), size)
+        own, new = _grown(self.layers, size), _grown(layers, size)
+        if own:
 
-        def both(old: mx.array, new: mx.array) -> mx.array:
-            return mx.concatenate([old[:before], new[: len(lengths)]])
+            def both(old: mx.array, more: mx.array) -> mx.array:
+                return mx.concatenate([old[:before], more[: len(lengths)]])
 
-        pairs = zip(first, second, strict=True)
-        self._layers = [(both(old[0], new[0]), both(old[1], new[1])) for old, new in pairs]
-        self._size = size
-        self._pick([*range(len(self.lengths))])
-
-    def _zeros(self, sequences: int, size: int) -> Layers:
-        def zeros(heads: int, dim: int) -> mx.array:
-            return mx.zeros((sequences, heads, size, dim), self._dtype)
-
-        return [(zeros(each.heads, each.key_dim), zeros(each.heads, each.value_dim)) for each in self._shapes]
-
-    def _grow(self, size: int) -> None:
-        if size > self._size:
-            self._layers, self._size = _grown(self._layers, size), size
-
-    def _pick(self, rows: list[int]) -> None:
-        """Makes arrays of these rows, padded with copies of the first."""
-        picked = mx.array(rows + rows[:1] * (padded_rows(len(rows)) - len(rows)))
-        self._layers = [(keys[picked], values[picked]) for keys, values in self._layers]
+            pairs = zip(own, new, strict=True)
+            new = [(both(old[0], more[0]), both(old[1], more[1])) for old, more in pairs]
+        self.layers = _picked(new, [*range(len(self.lengths))])
 
 
 def padded_rows(sequences: int) -> int:
@@ -224,8 +220,17 @@ def padded_rows(sequences: int) -> int:
     return 1 << (sequences - 1).bit_length() if sequences else 0
 
 
+def _picked(layers: Layers, rows: list[int]) -> Layers:
+    """Returns arrays of these rows, padded with copies of the first."""
+    picked = mx.array(rows + rows[:1] * (padded_rows(len(rows)) - len(rows)))
+    return [(keys[picked], values[picked]) for keys, values in layers]
+
+
 def _grown(layers: Layers, size: int) -> Layers:
+    """Returns the arrays with room for at least `size` tokens of each sequence."""
+
     def grown(array: mx.array) -> mx.array:
-        return mx.pad(array, [(0, 0), (0, 0), (0, size - array.shape[2]), (0, 0)])
+        more = size - array.shape[2]
+        return mx.pad(array, [(0, 0), (0, 0), (0, more), (0, 0)]) if more > 0 else array
 
     return [(grown(keys), grown(values)) for keys, values in layers]

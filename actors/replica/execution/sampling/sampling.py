@@ -484,10 +484,12 @@ class BatchSampler:
     def guessing(self, indices: Sequence[int]) -> BatchSampler:
         """Returns a sampler of some sequences as they are now, in this order, which draws as this one will, without
         logprobs. This sampler stays as it is."""
-        guessing = self.ahead([()] * len(self._sequences))
-        guessing.keep(indices)
-        for sequence in guessing._sequences:
-            sequence.sampling = replace(sequence.sampling, logprobs=None)
+        guessing = BatchSampler(self._vocabulary, self._end_tokens)
+        for index in indices:
+            sequence, counts = self.state_of(index)
+            asked, limits, thinking = replace(sequence.sampling, logprobs=None), sequence.limits, sequence.thinking
+            guess = replace(sequence, sampling=asked, limits=copy(limits), thinking=copy(thinking))
+            guessing.add_state((guess, counts))
         return guessing
 
     def can_pass(self) -> bool:
