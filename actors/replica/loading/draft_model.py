@@ -45,7 +45,7 @@ def load_draft_model(
     Args:
         source: its folder or Hub id.
         dtype, weights: as for `models.load`.
-        claim: called with the bytes of its weights and its KV before they are read.
+        claim: called with the bytes of its weights before they are read.
 
     Raises:
         ModelLoadError: it cannot draft for it; the message says why.
