@@ -6,7 +6,7 @@ the drafted tokens was right, and how much faster the answers are; and whether t
 without are taken in turns. `--width N` computes drafts with steps of up to N tokens whatever they cost, so that the
 first two numbers, which hold on every device, can be counted where no draft pays. With `--draft-model FOLDER` a small
 model of the same tokenizer drafts too, and what it drafted is counted apart; `--depth N` lets it draft N tokens for
-every sequence in each step whatever that costs, and nothing else is drafted.
+every sequence in each step whatever that costs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Always(DraftPace):
 
 
 class _OfModel(DraftPace):
-    """A pace that takes every draft of a model, of so many tokens, and no other."""
+    """A pace that takes every draft of a model, of so many tokens."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
