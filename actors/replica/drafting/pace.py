@@ -75,20 +75,38 @@ class DraftPace:
             hopes: of every sequence in the step.
             ragged: whether a step's cost depends on the sum of its tokens; else all sequences are padded to one width.
         """
+        return self.best(hopes, ragged=ragged)[1]
+
+    def best(self, hopes: Sequence[Hope], *, ragged: bool, before_s: float = 0.0) -> tuple[float, list[int]]:
+        """As `lengths`; returns also how many times as many tokens a second that is expected to give.
+
+        Args:
+            before_s: how long it takes to make the drafts.
+        """
         sequences, best, most = len(hopes), [0] * len(hopes), GAIN_LEAST
-        if not any(hope.most for hope in hopes) or len(self._single.get(sequences, ())) < MEASURED_LEAST:
-            return best
+        speed_found = 1.0
+        if not any(hope.most for hope in hopes) or not self.is_timed(sequences):
+            return speed_found, best
+        before = before_s / self.single_s(sequences)
         for tokens, lengths, gained in _ragged(hopes) if ragged else _padded(hopes):
-            speed = (sequences + gained) / sequences / self.cost(sequences, tokens)
+            speed = (sequences + gained) / sequences / (self.cost(sequences, tokens) + before)
             if speed >= most:
-                best, most = lengths, speed
+                best, most, speed_found = lengths, speed, speed
             if self._known(sequences, tokens) is None:
                 break
-        return best
+        return speed_found, best
+
+    def is_timed(self, sequences: int) -> bool:
+        """Whether it is known how long a step without drafts takes."""
+        return len(self._single.get(sequences, ())) >= MEASURED_LEAST
+
+    def single_s(self, sequences: int) -> float:
+        """Returns how long a step without drafts takes, in seconds; it must be timed."""
+        return median(self._single[sequences])
 
     def cost(self, sequences: int, tokens: int) -> float:
         """Returns how many times as long as a step without drafts a step of so many tokens takes, as far as known."""
-        single = median(self._single[sequences])
+        single = self.single_s(sequences)
         if (seconds := self._known(sequences, tokens)) is not None:
             return max(1.0, seconds / single)
         smaller = [size for of, size in self._larger if of == sequences and size < tokens]
