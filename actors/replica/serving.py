@@ -239,6 +239,7 @@ class Serving:
             before,
             trust_remote_code=self._model.trust_remote_code,
             drafts=self._model.drafts != "off",
+            exact_drafts=self._model.drafts == "exact",
             draft_model=proven.draft_model,
             followers=self._followers,
         )

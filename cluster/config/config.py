@@ -160,12 +160,12 @@ class Model:
     numerics: Literal["fast", "reproducible"] = "fast"
     """`reproducible`: on a CPU decoding and prefill give the same result to the bit; `fast`: the same within rounding.
     KV is not shared between the two."""
-    drafts: Annotated[Literal["auto", "off"] | Drafting, BeforeValidator(_parse_off)] = "off"
-    """`auto` guesses the next tokens of a sequence from its own prompt and answer, and computes several in one step
-    where that was measured to be faster. With `model: …` a small model or a head guesses too, where the conversation
-    does not tell. The answer does not change, but with `numerics: fast` by rounding. `off` never guesses. It is the
-    default, because a GPU rounds differently if it computes several tokens in one step: on an H200 one answer in six
-    was another one."""
+    drafts: Annotated[Literal["exact", "auto", "off"] | Drafting, BeforeValidator(_parse_off)] = "exact"
+    """`exact` guesses the next tokens of a sequence from its own prompt and answer, and computes several in one step
+    where that was measured to be faster, and where no token's logits change by it in a single bit: on CUDA, for models
+    that a test at the load finds so. `auto` does so wherever it may be faster; then an answer may be another one by
+    rounding, unless `numerics` are `reproducible`. With `model: …`, as with `auto`, a small model or a head guesses
+    too, where the conversation does not tell. `off` never guesses."""
     self_test: Annotated[bool, also_named("self_test", "trial")] = True
     """Whether the model runs a self-test when it is loaded: batched, in chunks and from cached KV it must compute what
     it computes unbatched. The result is stored. Without a self-test an untested model family may give wrong answers

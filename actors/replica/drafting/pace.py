@@ -52,9 +52,14 @@ class Hope:
 
 
 class DraftPace:
-    """The measured times of one device and model."""
+    """The measured times of one device and model.
 
-    def __init__(self) -> None:
+    Args:
+        tokens_most: the most tokens of a step, if sequences have different numbers of them.
+    """
+
+    def __init__(self, tokens_most: int = TOKENS_MOST) -> None:
+        self._tokens_most = min(tokens_most, TOKENS_MOST)
         self._steps = 0
         self._single: dict[int, deque[float]] = {}
         self._larger: dict[tuple[int, int], deque[tuple[int, float]]] = {}
@@ -88,7 +93,7 @@ class DraftPace:
         if not any(hope.most for hope in hopes) or not self.is_timed(sequences):
             return speed_found, best
         before = before_s / self.single_s(sequences)
-        for tokens, lengths, gained in _ragged(hopes) if ragged else _padded(hopes):
+        for tokens, lengths, gained in _ragged(hopes, self._tokens_most) if ragged else _padded(hopes):
             speed = (sequences + gained) / sequences / (self.cost(sequences, tokens) + before)
             if speed >= most:
                 best, most, speed_found = lengths, speed, speed
@@ -134,7 +139,7 @@ def _padded(hopes: Sequence[Hope]) -> Iterator[tuple[int, list[int], float]]:
             yield width * len(hopes), lengths, gained
 
 
-def _ragged(hopes: Sequence[Hope]) -> Iterator[tuple[int, list[int], float]]:
+def _ragged(hopes: Sequence[Hope], tokens_most: int) -> Iterator[tuple[int, list[int], float]]:
     """Yields steps with a power of two of tokens, as `_padded`; the drafted ones are those that give most."""
     sequences, most = len(hopes), sum(hope.most for hope in hopes)
     lengths, gained, drafted = [0] * sequences, 0.0, 0
@@ -142,7 +147,7 @@ def _ragged(hopes: Sequence[Hope]) -> Iterator[tuple[int, list[int], float]]:
     heap = [(-hope.chance * hope.share, index) for index, hope in enumerate(hopes) if hope.most]
     heapify(heap)
     tokens = 1 << sequences.bit_length()
-    while tokens <= TOKENS_MOST and tokens - sequences <= 2 * most:
+    while tokens <= tokens_most and tokens - sequences <= 2 * most:
         while heap and drafted < tokens - sequences:
             gain, index = heap[0]
             gained, drafted = gained - gain, drafted + 1

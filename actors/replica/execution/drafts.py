@@ -28,7 +28,7 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device_errors import on_device
 from ..drafting.drafter import Drafter
 from ..drafting.model_pace import DEPTHS, SHARE_MOST, TRIAL_DEPTH
-from ..drafting.pace import WIDTHS, DraftPace, Hope
+from ..drafting.pace import TOKENS_MOST, WIDTHS, DraftPace, Hope
 from ..kernels.decode_views import NEW_MOST, padded_count
 from .draft_model.head_drafts import HeadDrafts
 from .draft_model.model_drafts import SEQUENCES_MAX, DraftModel, ModelDrafts
@@ -70,6 +70,7 @@ class Drafts:
         vocabulary: how many tokens can be drawn.
         wanted: whether there may be any.
         model: a small model that drafts too; None for none.
+        tokens_most: as for `DraftPace`.
 
     Attributes:
         wanted: as given.
@@ -86,11 +87,12 @@ class Drafts:
         *,
         wanted: bool,
         model: DraftModel | None = None,
+        tokens_most: int = TOKENS_MOST,
     ) -> None:
         self._vocabulary = vocabulary
         self.wanted = wanted
         self._clock = clock
-        self.pace = DraftPace()
+        self.pace = DraftPace(tokens_most)
         self.model: ModelDrafts | None = None
         if wanted and model is not None:
             drafts = ModelDrafts if model.outputs is None else HeadDrafts

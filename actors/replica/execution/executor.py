@@ -27,6 +27,7 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.replica_messages import Sampling
 from ..device.device import on_cuda
 from ..device.device_errors import on_device
+from ..drafting.pace import TOKENS_MOST
 from ..kernels.decode_views import NEW_MOST
 from ..kv.paged_cache import PagedKVCache, Reads
 from ..kv.unbatched import UnbatchedSequences
@@ -91,6 +92,7 @@ class BatchExecutor(Batch):
 
     Args:
         drafts: whether sequences are drafted, if the model allows it. On a CPU only a sequence that is alone is.
+        exact_drafts: they are only drafted if that changes no bit of a token's logits.
         draft_model: drafts too; None for none.
         followers: as for `Batch`.
 
@@ -105,6 +107,7 @@ class BatchExecutor(Batch):
         loaded: LoadedModel,
         *,
         drafts: bool = False,
+        exact_drafts: bool = False,
         draft_model: DraftModel | None = None,
         followers: Followers | None = None,
     ) -> None:
@@ -112,7 +115,13 @@ class BatchExecutor(Batch):
         self.runs_ahead = self.batched_prefill and followers is None and on_cuda() and loaded.way.reads is Reads.KERNEL
         self._make_masks = MaskMaker()
         self.make_sampler: Callable[[], Any] = lambda: BatchSampler(loaded.vocabulary_size, loaded.eos_token_ids)
-        self.drafts = Drafts(loaded.vocabulary_size, wanted=drafts and not loaded.undrafted, model=draft_model)
+        self._exact_drafts, alike = exact_drafts, loaded.way.alike if exact_drafts else TOKENS_MOST
+        self.drafts = Drafts(
+            loaded.vocabulary_size,
+            wanted=drafts and alike > 0 and not loaded.undrafted,
+            model=draft_model,
+            tokens_most=alike,
+        )
         self.rule, self._clock = MicroBatchRule(), perf_counter
         # When the last step ended, if nothing came after it, and whether the sequences of a step are others.
         self._ended: float | None = None
@@ -306,7 +315,7 @@ class BatchExecutor(Batch):
         now: DrawnBatch = self._now
         if now.inputs is None:
             return []
-        may_draft = len(now.sequences) == 1 or self.batched_prefill
+        may_draft = (len(now.sequences) == 1 or self.batched_prefill) and not self._drafts_change_bits
         # A step without padding has one token of a sequence that fills its block, beside the others' drafts.
         ragged = may_draft and self.takes_drafts
         if may_draft and (ragged or not self._seals) and any(drafts := self._choose_drafts(ragged=ragged)):
@@ -315,6 +324,12 @@ class BatchExecutor(Batch):
         if self.drafts.wanted:
             self.drafts.note_step(len(now.sequences))
         return ready
+
+    @property
+    def _drafts_change_bits(self) -> bool:
+        """Whether nothing is drafted now because that could change bits: no load has tried adapters."""
+        now: DrawnBatch = self._now
+        return self._exact_drafts and (not self.takes_drafts or any(each.adapter for each in now.sequences))
 
     def _choose_drafts(self, *, ragged: bool) -> list[list[int]]:
         now: DrawnBatch = self._now

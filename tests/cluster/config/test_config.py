@@ -188,7 +188,7 @@ def test_waiting_for_copies_is_a_time_or_strict() -> None:
             parse_config({**data, "replication_wait": wrong})
 
 
-@pytest.mark.parametrize(("written", "means"), [("", "off"), ("drafts: off", "off"), ("drafts: auto", "auto")])
+@pytest.mark.parametrize(("written", "means"), [("", "exact"), ("drafts: off", "off"), ("drafts: auto", "auto")])
 def test_off_is_what_yaml_takes_for_false(written: str, means: str, tmp_path: Path) -> None:
     file = tmp_path / "satchel.yaml"
     file.write_text(f"models:\n  - name: a\n    source: b\n    {written}\n")
