@@ -25,10 +25,9 @@ import numpy as np
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.replica_messages import Sampling
-from ..device.device import on_cuda
 from ..device.device_errors import on_device
 from ..kernels.decode_views import NEW_MOST
-from ..kv.paged_cache import PagedKVCache, Reads
+from ..kv.paged_cache import PagedKVCache
 from ..kv.unbatched import UnbatchedSequences
 from .batch import Batch
 from .drafts import Drafts, check
@@ -100,7 +99,7 @@ class BatchExecutor(Batch):
 
     def __init__(self, loaded: LoadedModel, *, drafts: bool = False, followers: Followers | None = None) -> None:
         super().__init__(loaded, followers)
-        self.runs_ahead = self.batched_prefill and followers is None and on_cuda() and loaded.way.reads is Reads.KERNEL
+        self.runs_ahead = self.may_run_ahead and (followers is None or followers.overlaps)
         self._make_masks = MaskMaker()
         self.make_sampler: Callable[[], Any] = lambda: BatchSampler(loaded.vocabulary_size, loaded.eos_token_ids)
         self.drafts = Drafts(loaded.vocabulary_size, wanted=drafts and not loaded.undrafted)

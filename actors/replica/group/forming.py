@@ -223,6 +223,9 @@ class Member:
             host, port, leads, token_bytes = calls.expect(_FORM, self._until)
             after = self._take_place(loaded, before, (host, port), leads) if shared is None else None
             batch = Batch(loaded)
+            if shared is None:
+                batch.runs_ahead = batch.may_run_ahead
+                loaded.model.before_launch = batch.wait_for_prefill
             calls.send(_RANK, asdict(Rank.of(loaded, batch)))
             if shared is not None:
                 assert self._joining is not None, "a share needs a way to join the others"
@@ -243,6 +246,7 @@ class Member:
             loaded.model.before = before[0]
             self._begin_heartbeats([(before[1], f"stage {self._rank - 1}")])
         loaded.model.after = connection = self._connect(after, self._rank + 1, _STATES)
+        connection.failed = self.wholeness.break_off
         if not leads:
             self._begin_heartbeats([(self._connect(after, self._rank + 1, _NEIGHBOUR), f"stage {self._rank + 1}")])
         return connection

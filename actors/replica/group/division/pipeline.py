@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from ...device.device import on_cuda
 from ...execution.recorded.compiled_step import CompiledStep
 from ...execution.recorded.deferral import Deferral
 from ...execution.recorded.fused_products import FusedProducts
@@ -23,11 +24,16 @@ class PipelinedStage:
 
     Attributes:
         before, after: the connections to the neighbours; None at the ends of the model, and while nothing is connected.
+        launches: whether hidden states that the device still computes are handed to another thread, which waits for
+            them and sends them. MLX must report an error of the device to every thread, as it does on CUDA.
+        before_launch: called before those of a prompt's piece are launched.
     """
 
     def __init__(self, stage: Stage) -> None:
         self.before: Connection | None = None
         self.after: Connection | None = None
+        self.launches = on_cuda()
+        self.before_launch: Callable[[], object] = lambda: None
         self.stage, self._called = stage, FlatCaches.of(stage)
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: mx.array) -> mx.array:
@@ -44,6 +50,8 @@ class PipelinedStage:
             LinkError: a neighbour is gone, or has failed.
         """
         states = self.compute(tokens, cache, self.received(*tokens.shape), **given)
+        if self.after is not None:
+            self.before_launch()
         self.pass_on(states)
         return states
 
@@ -52,9 +60,18 @@ class PipelinedStage:
         before this one. Raises as `__call__`."""
         return None if self.before is None else self.before.receive_array((sequences, tokens, self.stage.width))
 
+    def awaited(self, sequences: int) -> mx.array | None:
+        """As `received` for one token of each sequence, but on a device that can wait they need not have come yet.
+        Raises as `__call__`."""
+        return None if self.before is None else self.before.await_array((sequences, 1, self.stage.width))
+
     def pass_on(self, states: mx.array) -> None:
         """Sends hidden states, if a stage is connected after this one. Raises as `__call__`."""
-        if self.after is not None:
+        if self.after is None:
+            return
+        if self.launches:
+            self.after.send_launched(states)
+        else:
             self.after.send_array(states)
 
     def compute(
@@ -76,7 +93,8 @@ class PipelinedStage:
 
 
 class RecordedStage(CompiledStep):
-    """Decode steps of a stage. Hidden states come and go between two recorded graphs."""
+    """Decode steps of a stage. Hidden states come and go between two recorded graphs, which a device that can wait has
+    before the hidden states."""
 
     def __init__(
         self,
@@ -100,7 +118,7 @@ class RecordedStage(CompiledStep):
         if new is not None or not self.records(caches):
             return None
         count = len(inputs)
-        hidden = self._stage.received(count, 1)
+        hidden = self._stage.awaited(count)
         if hidden is not None and (more := padded_rows(count) - count):
             hidden = mx.pad(hidden, [(0, more), (0, 0), (0, 0)])
         states = super().__call__(inputs, caches, extra if hidden is None else {**extra, "hidden": hidden})

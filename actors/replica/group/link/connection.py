@@ -15,18 +15,19 @@ import socket
 import sys
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from .....cluster.errors import LinkError, LinkGarbage
+from .....cluster.errors import LinkError, LinkGarbage, SatchelError
 from ....kv_store.transfer.handshake import NONCE_BYTES, Acceptor, Initiator, Seals
 from ....kv_store.transfer.link import Link
 from ....kv_store.transfer.wire import pack, unpack
 from ...device.device import as_numpy
-from .arrays import FAIL_S, Incoming, Outgoing, Plain
+from .arrays import FAIL_S, Incoming, Launched, Outgoing, Plain
+from .gates import Gates
 
 Address = tuple[str, int]
 
@@ -48,7 +49,7 @@ ARRAY_BYTES_MAX = 2**30
 _SO_NWRITE = 0x1024
 """On macOS: the bytes in a socket's send buffer, which keeps them until they are acknowledged (XNU's sys/socket.h)."""
 
-_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16, "uint32": mx.uint32}
 
 
 class Connection:
@@ -58,6 +59,11 @@ class Connection:
     Args:
         sock: connected, after the handshake.
         seals: from the handshake.
+
+    Attributes:
+        failed: called with the reason, by another thread, if the device fails at an array that `send_launched` has, or
+            if an array does not come that `await_array` has promised.
+        gates: for arrays that are awaited by the device; None if it cannot.
     """
 
     def __init__(self, sock: socket.socket, seals: Seals) -> None:
@@ -69,6 +75,10 @@ class Connection:
         self._selector.register(sock, selectors.EVENT_READ)
         self._outgoing: Outgoing | None = None
         self._incoming: Incoming | None = None
+        self.failed: Callable[[str], object] = lambda why: None
+        self.gates: Gates | None = None
+        # Of the array that came last, as its name.
+        self._dtype = ""
 
     @classmethod
     def connect(cls, address: Address, key: bytes, peer: str, until: float) -> Connection:
@@ -141,9 +151,26 @@ class Connection:
     def send_array(self, array: mx.array) -> None:
         """Has an array of floats sent, in the dtype that it has; waits for the device, and while too many bytes wait
         (`arrays.py`). Only arrays, and at last `fail`, may be sent on this connection from now on."""
+        self._sending().put(_plain(array))
+
+    def send_launched(self, array: mx.array) -> None:
+        """As `send_array`, but launches the array and does not wait for the device: another thread does. So an error of
+        the device may be reported there, and must be one that this thread's next wait reports too, as CUDA's are."""
+        dtype, shape = str(array.dtype).removeprefix("mlx.core."), array.shape
+        # NumPy has no bfloat16, and only this thread may launch anything.
+        words = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+        mx.async_eval(words)
+
+        def wait() -> Plain:
+            # Not `np.array(words)`, see `as_numpy`.
+            return Plain(dtype, shape, np.ascontiguousarray(memoryview(words)).reshape(-1).view(np.uint8))
+
+        self._sending().put_launched(Launched(array.nbytes, wait))
+
+    def _sending(self) -> Outgoing:
         if self._outgoing is None:
-            self._outgoing = Outgoing(self._send_plain)
-        self._outgoing.put(_plain(array))
+            self._outgoing = Outgoing(self._send_plain, self.failed)
+        return self._outgoing
 
     def send_behind(self, arrays: Sequence[mx.array]) -> None:
         """Sends arrays of floats, each in the dtype that it has, behind the message that tells of them. Waits for the
@@ -175,12 +202,53 @@ class Connection:
         Raises:
             LinkGarbage: something else came, or an array of another shape.
         """
-        if self._incoming is None:
-            self._incoming = Incoming(self._receive_plain)
-        plain = self._incoming.take()
-        if [*plain.shape] != [*shape]:
-            raise LinkGarbage(f"hidden states of the shape {[*shape]} were to come, not {plain.dtype} {[*plain.shape]}")
+        plain = self._receiving().take()
+        if why := self._why_another(plain, shape):
+            raise LinkGarbage(why)
         return _array(plain)
+
+    def await_array(self, shape: Sequence[int]) -> mx.array:
+        """Returns the next array, in the dtype of the one before it. With `gates` it need not have come yet: what is
+        launched with it waits on the device. If it does not come, `failed` is called, and the array is useless.
+
+        Raises:
+            LinkError: as `receive_array`, if it has to be waited for here, or if it is known that it does not come.
+        """
+        incoming = self._receiving()
+        if self.gates is None or not self._dtype or incoming.ready:
+            return self.receive_array(shape)
+        dtype = self._dtype
+        awaited = self.gates.awaited(shape, _DTYPES[dtype])
+        if awaited is None:
+            return self.receive_array(shape)
+        array, give = awaited
+
+        def checked(plain: Plain | None) -> None:
+            why = "" if plain is None else self._why_another(plain, shape, dtype)
+            if why:
+                self.failed(why)
+            give(None if why else plain)
+            if why:
+                raise LinkGarbage(why)
+
+        try:
+            incoming.give_next(checked)
+        except SatchelError:
+            give(None)
+            raise
+        return array
+
+    def _receiving(self) -> Incoming:
+        if self._incoming is None:
+            self._incoming = Incoming(self._receive_plain, self.failed)
+        return self._incoming
+
+    def _why_another(self, plain: Plain, shape: Sequence[int], dtype: str = "") -> str:
+        """Returns why an array is not the one to come; empty if it is."""
+        self._dtype = plain.dtype
+        if [*plain.shape] == [*shape] and dtype in ("", plain.dtype):
+            return ""
+        return f"hidden states of the shape {[*shape]} were to come, not {plain.dtype} {[*plain.shape]}"
 
     def fail(self, why: str) -> None:
         """Tells the peer why this process ends, after the arrays that wait to be sent, if that does not take long."""

@@ -1,0 +1,211 @@
+"""Arrays that come over a network to a device which waits for them: a step is launched before its inputs have come.
+
+A gate is a kernel that waits for a number in memory that host and device share, then copies what lies beside it. What
+is launched behind it needs its copy, so the device computes that once a thread of the host has written the array and
+then the number. No launch and no wait of the thread that computes lies between an array's arrival and its use.
+
+Only on CUDA, whose kernels see what the host writes while they run. Whether they do is tried first (`why_not`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ...device.device import size_class
+from ...kernels import gpu_kernels
+from .arrays import Plain
+
+logger = logging.getLogger(__name__)
+
+GATES = 8
+"""So many arrays may be awaited at once; who awaits more waits for the first of them to be used."""
+
+BYTES_MAX = 2**21
+"""Larger arrays are prompts' hidden states; nothing is launched before those have come."""
+
+WAIT_S = 600.0
+"""A device that has waited for so long fails. Watchdogs end the process long before."""
+
+THREADS = 1024
+
+_WORD = 4
+
+_BODY = """
+  if (THREAD == 0) {
+    unsigned number;
+    unsigned long long began, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(began));
+    while (true) {
+      asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(number) : "l"(opened) : "memory");
+      if (number == turn[0]) break;
+      asm volatile("nanosleep.u32 100;");
+      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+      if (now - began > how[1] * 1000000ull) {
+        if (how[2]) asm volatile("trap;");
+        break;
+      }
+    }
+  }
+  SYNC();
+  for (int at = THREAD; at < how[0]; at += THREADS) {
+    unsigned word;
+    asm volatile("ld.volatile.u32 %0, [%1];" : "=r"(word) : "l"(came + at) : "memory");
+    out[at] = word;
+  }
+"""
+"""The loads pass no cache that the host's writes do not reach."""
+
+
+def _kernel() -> Any:
+    return gpu_kernels.kernel("gate", ("came", "opened", "turn", "how"), ("out",), _BODY)
+
+
+def wait_and_copy(
+    came: mx.array, opened: mx.array, turn: int, words: int, *, wait_s: float, fails: bool = True
+) -> mx.array:
+    """Returns the first `words` numbers of `came`, once the number in `opened` is `turn`. All are uint32.
+
+    Args:
+        fails: whether the device fails if that takes over `wait_s`; if not, it takes what is there.
+    """
+    (out,) = _kernel()(
+        inputs=[came, opened, mx.array([turn], mx.uint32), gpu_kernels.int_numbers(words, int(1000 * wait_s), fails)],
+        template=[("THREADS", THREADS)],
+        grid=(THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(words,)],
+        output_dtypes=[mx.uint32],
+    )
+    return out
+
+
+@dataclass
+class _Gate:
+    """A place for one array at a time.
+
+    Attributes:
+        came, opened: memory of host and device: the array as words, and the number of the turn whose array it is.
+        host_came, host_opened: the same memory as the host sees it.
+        turn: the number of the array for which the device waits now.
+        copy: of that array; None before the first.
+    """
+
+    came: mx.array
+    opened: mx.array
+    host_came: np.ndarray = field(init=False)
+    host_opened: np.ndarray = field(init=False)
+    turn: int = 0
+    copy: mx.array | None = None
+
+    def __post_init__(self) -> None:
+        # Views: from then on MLX leaves the memory where the host reaches it.
+        self.host_came = np.array(self.came, copy=False).view(np.uint8)
+        self.host_opened = np.array(self.opened, copy=False)
+
+    @classmethod
+    def of(cls, nbytes: int) -> _Gate:
+        # From NumPy's memory, so that MLX puts them into memory of host and device.
+        words = size_class(-(-nbytes // _WORD))
+        gate = mx.array(np.zeros(words, np.uint32)), mx.array(np.zeros(1, np.uint32))
+        mx.eval(gate)
+        return cls(*gate)
+
+    @property
+    def nbytes(self) -> int:
+        return self.host_came.nbytes
+
+
+class Gates:
+    """The gates of one connection. Used on the thread that computes; any one may open a gate.
+
+    Args:
+        wait_s, fails: as for `wait_and_copy`.
+    """
+
+    def __init__(self, wait_s: float = WAIT_S, *, fails: bool = True) -> None:
+        self._wait = {"wait_s": wait_s, "fails": fails}
+        self._gates: deque[_Gate] = deque()
+        self._order = threading.Lock()
+
+    def awaited(self, shape: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, Callable[[Plain | None], None]] | None:
+        """Returns an array that comes later, and what opens its gate: it is given the array, or None if none comes and
+        what was launched is useless. Returns None if arrays of this shape and dtype are not awaited."""
+        nbytes = math.prod(shape) * dtype.size
+        if nbytes > BYTES_MAX or nbytes % _WORD:
+            return None
+        gate = self._free(nbytes)
+        gate.turn += 1
+        turn, words = gate.turn, nbytes // _WORD
+        gate.copy = wait_and_copy(gate.came, gate.opened, turn, words, **self._wait)
+
+        def give(plain: Plain | None) -> None:
+            if plain is not None:
+                gate.host_came[:nbytes] = plain.data
+            # The array must be in memory before the number is, whatever the processor reorders.
+            with self._order:
+                gate.host_opened[0] = turn
+
+        return gate.copy.view(dtype).reshape(shape), give
+
+    def _free(self, nbytes: int) -> _Gate:
+        """Returns a gate for which no device waits."""
+        if len(self._gates) < GATES:
+            gate = _Gate.of(nbytes)
+        else:
+            gate = self._gates.popleft()
+            if gate.copy is not None:
+                mx.eval(gate.copy)
+            if gate.nbytes < nbytes:
+                gate = _Gate.of(nbytes)
+        self._gates.append(gate)
+        return gate
+
+
+TRIALS, TRIAL_PAUSE_S, TRIAL_WAIT_S = 5, 0.002, 2.0
+
+
+def why_not() -> str:
+    """Tries gates on this device. Returns why they cannot be used; empty if they can.
+
+    While the device waits at a gate, another thread must be able to read what was launched before, and to open it.
+    """
+    gates, sent = Gates(TRIAL_WAIT_S, fails=False), np.arange(4096, dtype=np.float32)
+    took: list[float] = []
+    for trial in range(TRIALS):
+        before = mx.arange(2**20) + trial
+        mx.async_eval(before)
+        awaited = gates.awaited(sent.shape, mx.float32)
+        assert awaited is not None
+        came, give = awaited
+        behind = came + 1
+        mx.async_eval(behind)
+        opened_at: list[float] = []
+
+        def open_it(before: mx.array = before, give: Any = give, opened_at: list[float] = opened_at) -> None:
+            read = np.asarray(memoryview(before))
+            time.sleep(TRIAL_PAUSE_S)
+            opened_at.append(time.monotonic() if read[1] - read[0] == 1 else math.inf)
+            give(Plain("float32", sent.shape, sent.view(np.uint8)))
+
+        thread = threading.Thread(target=open_it, name="gate", daemon=True)
+        began = time.monotonic()
+        thread.start()
+        mx.eval(behind)
+        passed = time.monotonic()
+        thread.join()
+        if not np.array_equal(np.array(behind), sent + 1) or passed - began > TRIAL_WAIT_S:
+            return "the device does not see what the host writes meanwhile"
+        took.append(passed - opened_at[0])
+        sent = sent + 1
+    logger.info("a device that waits for an array goes on %.0f us after it came", 1e6 * min(took))
+    return ""
