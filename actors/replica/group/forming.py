@@ -1,8 +1,9 @@
 """Forms a group: its processes connect and agree on what they compute. The last stage leads.
 
 Every process listens. The leader connects to each follower twice, for calls and for heartbeats, and says where the next
-stage listens; each stage but the last connects to the next one, for hidden states, and if that is not the leader also
-for heartbeats, because the link between two followers is another one. Whoever connects must have the cluster's key.
+stage listens; to the first stage it connects a third time, for tokens. Each stage but the last connects to the next
+one, for hidden states, and if that is not the leader also for heartbeats, because the link between two followers is
+another one. Whoever connects must have the cluster's key.
 Processes that have a share of every layer pass no hidden states; they form MLX's own group (`tensor/member.py`).
 """
 
@@ -22,6 +23,8 @@ from ..execution.batch import Batch
 from ..execution.loaded_model import LoadedModel
 from .calls.following import Following
 from .calls.leading import Leading
+from .division.pipeline import PipelinedStage
+from .link import gates
 from .link.broken import Wholeness
 from .link.connection import FAILED, HANDSHAKE_S, Address, Connection
 from .link.heartbeats import Heartbeats
@@ -32,7 +35,8 @@ from .tensor.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_CALLS, _HEARTBEATS, _STATES, _NEIGHBOUR = "calls", "heartbeats", "states", "heartbeats of the stage before"
+_CALLS, _HEARTBEATS, _TOKENS, _STATES = "calls", "heartbeats", "tokens", "states"
+_NEIGHBOUR = "heartbeats of the stage before"
 """What a connection is for: the kind of its first message."""
 
 _FORM, _RANK = "form", "rank"
@@ -184,14 +188,17 @@ class Member:
             GroupBroken: it cannot be formed.
         """
         with self.wholeness.kept():
-            calls, beating = [], []
+            calls, beating, tokens = [], [], None
             for number, (address, after) in enumerate(pairwise(addresses)):
                 calls.append(self._connect(address, number, _CALLS))
                 calls[-1].send(_FORM, [*after, number + 1 == self._rank, loaded.spec.bytes_per_token])
                 beating.append((self._connect(address, number, _HEARTBEATS), f"stage {number}"))
             if (shared := ranks_of(loaded)) is None:
                 self._begin_heartbeats(beating)
+                tokens = self._connect(addresses[0], 0, _TOKENS)
+                tokens.failed = self.wholeness.break_off
                 (loaded.model.before,) = self._accept([_STATES])
+                self._let_wait(loaded.model, [loaded.model.before])
             ranks = [Rank(**connection.expect(_RANK, self._until)) for connection in calls]
             if why := why_not([*ranks, Rank.of(loaded, batch)]):
                 for connection in calls:
@@ -202,7 +209,13 @@ class Member:
                 self._joining.lead(shared, calls, self._listener.getsockname()[0], self._until)
                 self._begin_heartbeats(beating)
             wanted = [Wanted(rank.embeds, rank.levels_from) for rank in ranks]
-            batch.followers = self._leading = Leading(calls, self.wholeness, wanted, overlaps=shared is None)
+            batch.followers = self._leading = Leading(
+                calls,
+                self.wholeness,
+                wanted,
+                overlaps=shared is None,
+                tokens=tokens if shared is None and loaded.model.launches else None,
+            )
 
     def follow(self, loaded: LoadedModel) -> Following:
         """Joins the group as another stage than the last. Returns the follower, which is to be run.
@@ -215,15 +228,17 @@ class Member:
         """
         with self.wholeness.kept():
             shared = ranks_of(loaded)
-            before = [_STATES, _NEIGHBOUR] if self._rank and shared is None else []
+            before = [] if shared is not None else [_STATES, _NEIGHBOUR] if self._rank else [_TOKENS]
             calls, beats, *before = self._accept([_CALLS, _HEARTBEATS, *before])
             leader = [(beats, "the leader")]
             if shared is None:
                 self._begin_heartbeats(leader)
             host, port, leads, token_bytes = calls.expect(_FORM, self._until)
             after = self._take_place(loaded, before, (host, port), leads) if shared is None else None
+            tokens = before[0] if before and not self._rank else None
             batch = Batch(loaded)
             if shared is None:
+                self._let_wait(loaded.model, before[:1])
                 batch.runs_ahead = batch.may_run_ahead
                 loaded.model.before_launch = batch.wait_for_prefill
             calls.send(_RANK, asdict(Rank.of(loaded, batch)))
@@ -231,18 +246,18 @@ class Member:
                 assert self._joining is not None, "a share needs a way to join the others"
                 self._joining.follow(shared, calls, self._listener.getsockname()[0], self._until)
                 self._begin_heartbeats(leader)
-            return Following(batch, calls, after, self.wholeness, loaded.spec.bytes_per_token / token_bytes)
+            return Following(batch, calls, after, self.wholeness, loaded.spec.bytes_per_token / token_bytes, tokens)
 
     def _take_place(self, loaded: LoadedModel, before: Sequence[Connection], after: Address, leads: bool) -> Connection:
         """Connects a stage with its neighbours. Returns the connection to the next one.
 
         Args:
-            before: from the stage before, for hidden states and for heartbeats; none for the first stage.
+            before: from the stage before, for hidden states and for heartbeats; for the first stage none that it uses.
             after: where the next stage listens.
             leads: whether that is the leader, which has heartbeats already.
         """
         loaded.model.before = None
-        if before:
+        if self._rank:
             loaded.model.before = before[0]
             self._begin_heartbeats([(before[1], f"stage {self._rank - 1}")])
         loaded.model.after = connection = self._connect(after, self._rank + 1, _STATES)
@@ -250,6 +265,18 @@ class Member:
         if not leads:
             self._begin_heartbeats([(self._connect(after, self._rank + 1, _NEIGHBOUR), f"stage {self._rank + 1}")])
         return connection
+
+    def _let_wait(self, stage: PipelinedStage, connections: Sequence[Connection]) -> None:
+        """Lets the device wait for what comes on some connections, if it can."""
+        for connection in connections:
+            connection.failed = self.wholeness.break_off
+        if not stage.launches:
+            return
+        if why := gates.why_not():
+            logger.warning("steps are launched once hidden states have come: %s", why)
+            return
+        for connection in connections:
+            connection.gates = gates.Gates()
 
     def memory_bytes_of(self, rank: int) -> int:
         """Returns what a follower may use for KV, as its last heartbeat said; 0 before the first. For the leader."""

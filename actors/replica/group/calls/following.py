@@ -16,7 +16,7 @@ from ...kv.caches import PooledBlock, Slab
 from ..link.broken import Wholeness, in_words
 from ..link.connection import Connection
 from ..pictures.picture_messages import read_pictures, read_shown
-from .leading import COMPUTING, COUNT, END, KEPT, NUMBERED, PICTURES, SHOWN, TELL, TOKENS
+from .leading import COMPUTING, COUNT, END, KEPT, NUMBERED, PICTURES, SENT, SHOWN, TELL, TOKENS
 
 
 class Following:
@@ -26,6 +26,7 @@ class Following:
         calls: the connection to the leader.
         after: the connection to the next stage, which is told if something fails here; None if there is none.
         relative_bytes: the bytes of a token's KV here, relative to the leader's.
+        tokens: as for `Leading`; None if this is not the first stage.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class Following:
         after: Connection | None,
         wholeness: Wholeness,
         relative_bytes: float = 1.0,
+        tokens: Connection | None = None,
     ) -> None:
         self._batch, self._calls, self._after, self._wholeness = batch, calls, after, wholeness
-        self._relative_bytes = relative_bytes
+        self._relative_bytes, self._tokens = relative_bytes, tokens
         self._kept: dict[int, Slab | PooledBlock] = {}
         self._next = 0
         # Those that followed the last message.
@@ -108,6 +110,8 @@ class Following:
                 return read_shown(value.data, self._arrays)
             if value.code == TOKENS:
                 return mx.array(np.frombuffer(value.data, "<u4"))
-            if value.code == COUNT:
+            if value.code == SENT and self._tokens is not None:
+                return self._tokens.await_array((int.from_bytes(value.data, "big"),))
+            if value.code in (COUNT, SENT):
                 return mx.zeros(int.from_bytes(value.data, "big"), mx.uint32)
         return [self._unpacked(each) for each in value] if isinstance(value, list) else value

@@ -31,10 +31,10 @@ T = TypeVar("T")
 TELL, END = "tell", "end"
 """Kinds of messages: calls to do, and the end of the group."""
 
-KEPT, TOKENS, COUNT, PICTURES, SHOWN = 1, 2, 3, 4, 5
+KEPT, TOKENS, COUNT, PICTURES, SHOWN, SENT = 1, 2, 3, 4, 5, 6
 """Kinds of msgpack's extension values: KV by its number, an array of tokens as little-endian uint32, and in its place
 the number of its tokens, if the followers get them in the model itself; a sequence's pictures, and what its next tokens
-need of them."""
+need of them; and the number of tokens that the first stage gets on a connection of their own."""
 
 NUMBERED = frozenset({"cut", "adopt_part", "adopt_slabs"})
 """Calls that return KV, which gets numbers."""
@@ -56,15 +56,24 @@ class Leading:
         calls: the connection to each follower.
         wanted: what each follower's layers need of pictures.
         overlaps: see `execution.followers.Followers`.
+        tokens: a connection to the first stage, on which tokens go that the device still draws; None if calls wait for
+            them.
 
     Attributes:
         count: how many followers there are.
     """
 
     def __init__(
-        self, calls: Sequence[Connection], wholeness: Wholeness, wanted: Sequence[Wanted] = (), *, overlaps: bool = True
+        self,
+        calls: Sequence[Connection],
+        wholeness: Wholeness,
+        wanted: Sequence[Wanted] = (),
+        *,
+        overlaps: bool = True,
+        tokens: Connection | None = None,
     ) -> None:
         self._calls, self._wholeness, self.overlaps = calls, wholeness, overlaps
+        self._tokens = tokens
         self._wanted = wanted or [Wanted()] * len(calls)
         self.count = len(calls)
         self._untold: list[Any] = []
@@ -173,6 +182,10 @@ class Leading:
         if isinstance(value, mx.array) and not self.overlaps:
             # They need not have been drawn yet.
             return msgpack.ExtType(COUNT, value.size.to_bytes(8, "big"))
+        if isinstance(value, mx.array) and self._tokens is not None:
+            # A copy: MLX moves the memory of what another thread reads, and steps read these tokens.
+            self._tokens.send_launched(value + 0)
+            return msgpack.ExtType(SENT, value.size.to_bytes(8, "big"))
         if isinstance(value, mx.array):
             return msgpack.ExtType(TOKENS, np.array(value).astype("<u4").tobytes())
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .....cluster.errors import LinkError, LinkGarbage, SatchelError
+from .....cluster.errors import LinkError, LinkGarbage
 from ....kv_store.transfer.handshake import NONCE_BYTES, Acceptor, Initiator, Seals
 from ....kv_store.transfer.link import Link
 from ....kv_store.transfer.wire import pack, unpack
@@ -209,7 +209,7 @@ class Connection:
 
     def await_array(self, shape: Sequence[int]) -> mx.array:
         """Returns the next array, in the dtype of the one before it. With `gates` it need not have come yet: what is
-        launched with it waits on the device. If it does not come, `failed` is called, and the array is useless.
+        launched with it waits on the device. If it does not come, `failed` is called, and the device fails.
 
         Raises:
             LinkError: as `receive_array`, if it has to be waited for here, or if it is known that it does not come.
@@ -218,25 +218,20 @@ class Connection:
         if self.gates is None or not self._dtype or incoming.ready:
             return self.receive_array(shape)
         dtype = self._dtype
-        awaited = self.gates.awaited(shape, _DTYPES[dtype])
+        awaited = self.gates.await_one(shape, _DTYPES[dtype])
         if awaited is None:
             return self.receive_array(shape)
-        array, give = awaited
 
-        def checked(plain: Plain | None) -> None:
+        def give(plain: Plain | None) -> None:
             why = "" if plain is None else self._why_another(plain, shape, dtype)
             if why:
                 self.failed(why)
-            give(None if why else plain)
+            awaited.give(None if why else plain)
             if why:
                 raise LinkGarbage(why)
 
-        try:
-            incoming.give_next(checked)
-        except SatchelError:
-            give(None)
-            raise
-        return array
+        incoming.give_next(give)
+        return awaited.array()
 
     def _receiving(self) -> Incoming:
         if self._incoming is None:

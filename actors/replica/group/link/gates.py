@@ -2,7 +2,8 @@
 
 A gate is a kernel that waits for a number in memory that host and device share, then copies what lies beside it. What
 is launched behind it needs its copy, so the device computes that once a thread of the host has written the array and
-then the number. No launch and no wait of the thread that computes lies between an array's arrival and its use.
+then the number. No launch and no wait of the thread that computes lies between an array's arrival and its use. If the
+array does not come, the device fails, so that nobody reads what was launched with it.
 
 Only on CUDA, whose kernels see what the host writes while they run. Whether they do is tried first (`why_not`).
 """
@@ -14,7 +15,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,9 @@ WAIT_S = 600.0
 
 THREADS = 1024
 
+GIVEN_UP = 2**31 - 1
+"""Stands for the number of an array that does not come."""
+
 _WORD = 4
 
 _BODY = """
@@ -50,7 +54,7 @@ _BODY = """
       if (number == turn[0]) break;
       asm volatile("nanosleep.u32 100;");
       asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-      if (now - began > how[1] * 1000000ull) {
+      if (number == GIVEN_UP || now - began > how[1] * 1000000ull) {
         if (how[2]) asm volatile("trap;");
         break;
       }
@@ -76,11 +80,12 @@ def wait_and_copy(
     """Returns the first `words` numbers of `came`, once the number in `opened` is `turn`. All are uint32.
 
     Args:
-        fails: whether the device fails if that takes over `wait_s`; if not, it takes what is there.
+        fails: whether the device fails if that takes over `wait_s`, or if the number is `GIVEN_UP`; if not, it takes
+            what is there.
     """
     (out,) = _kernel()(
         inputs=[came, opened, mx.array([turn], mx.uint32), gpu_kernels.int_numbers(words, int(1000 * wait_s), fails)],
-        template=[("THREADS", THREADS)],
+        template=[("THREADS", THREADS), ("GIVEN_UP", GIVEN_UP)],
         grid=(THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(words,)],
@@ -106,6 +111,7 @@ class _Gate:
     host_opened: np.ndarray = field(init=False)
     turn: int = 0
     copy: mx.array | None = None
+    order: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         # Views: from then on MLX leaves the memory where the host reaches it.
@@ -125,37 +131,51 @@ class _Gate:
         return self.host_came.nbytes
 
 
-class Gates:
-    """The gates of one connection. Used on the thread that computes; any one may open a gate.
+class Awaited:
+    """An array that comes later.
 
     Args:
-        wait_s, fails: as for `wait_and_copy`.
+        gate: where it comes in this `turn`.
     """
 
-    def __init__(self, wait_s: float = WAIT_S, *, fails: bool = True) -> None:
-        self._wait = {"wait_s": wait_s, "fails": fails}
-        self._gates: deque[_Gate] = deque()
-        self._order = threading.Lock()
+    def __init__(self, gate: _Gate, turn: int, shape: Sequence[int], dtype: mx.Dtype) -> None:
+        self._gate, self._turn, self._shape, self._dtype = gate, turn, shape, dtype
+        self._nbytes = math.prod(shape) * dtype.size
 
-    def awaited(self, shape: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, Callable[[Plain | None], None]] | None:
-        """Returns an array that comes later, and what opens its gate: it is given the array, or None if none comes and
-        what was launched is useless. Returns None if arrays of this shape and dtype are not awaited."""
+    def give(self, plain: Plain | None) -> None:
+        """Opens the gate, from any thread.
+
+        Args:
+            plain: the array; None if it does not come.
+        """
+        gate = self._gate
+        if plain is not None:
+            gate.host_came[: self._nbytes] = plain.data
+        # The array must be in memory before the number is, whatever the processor reorders.
+        with gate.order:
+            gate.host_opened[0] = GIVEN_UP if plain is None else self._turn
+
+    def array(self, *, wait_s: float = WAIT_S, fails: bool = True) -> mx.array:
+        """Returns the array. What is computed with it waits on the device. Arguments as for `wait_and_copy`."""
+        gate, words = self._gate, self._nbytes // _WORD
+        gate.copy = wait_and_copy(gate.came, gate.opened, self._turn, words, wait_s=wait_s, fails=fails)
+        return gate.copy.view(self._dtype).reshape(self._shape)
+
+
+class Gates:
+    """The gates of one connection. Used on the thread that computes."""
+
+    def __init__(self) -> None:
+        self._gates: deque[_Gate] = deque()
+
+    def await_one(self, shape: Sequence[int], dtype: mx.Dtype) -> Awaited | None:
+        """Returns an array that comes later; None if such arrays are not awaited. Waits until a gate is free."""
         nbytes = math.prod(shape) * dtype.size
         if nbytes > BYTES_MAX or nbytes % _WORD:
             return None
         gate = self._free(nbytes)
-        gate.turn += 1
-        turn, words = gate.turn, nbytes // _WORD
-        gate.copy = wait_and_copy(gate.came, gate.opened, turn, words, **self._wait)
-
-        def give(plain: Plain | None) -> None:
-            if plain is not None:
-                gate.host_came[:nbytes] = plain.data
-            # The array must be in memory before the number is, whatever the processor reorders.
-            with self._order:
-                gate.host_opened[0] = turn
-
-        return gate.copy.view(dtype).reshape(shape), give
+        gate.turn = (gate.turn + 1) % GIVEN_UP
+        return Awaited(gate, gate.turn, shape, dtype)
 
     def _free(self, nbytes: int) -> _Gate:
         """Returns a gate for which no device waits."""
@@ -179,25 +199,18 @@ def why_not() -> str:
 
     While the device waits at a gate, another thread must be able to read what was launched before, and to open it.
     """
-    gates, sent = Gates(TRIAL_WAIT_S, fails=False), np.arange(4096, dtype=np.float32)
+    gates, sent = Gates(), np.arange(4096, dtype=np.float32)
     took: list[float] = []
     for trial in range(TRIALS):
         before = mx.arange(2**20) + trial
         mx.async_eval(before)
-        awaited = gates.awaited(sent.shape, mx.float32)
+        awaited = gates.await_one(sent.shape, mx.float32)
         assert awaited is not None
-        came, give = awaited
-        behind = came + 1
+        behind = awaited.array(wait_s=TRIAL_WAIT_S, fails=False) + 1
         mx.async_eval(behind)
         opened_at: list[float] = []
 
-        def open_it(before: mx.array = before, give: Any = give, opened_at: list[float] = opened_at) -> None:
-            read = np.asarray(memoryview(before))
-            time.sleep(TRIAL_PAUSE_S)
-            opened_at.append(time.monotonic() if read[1] - read[0] == 1 else math.inf)
-            give(Plain("float32", sent.shape, sent.view(np.uint8)))
-
-        thread = threading.Thread(target=open_it, name="gate", daemon=True)
+        thread = threading.Thread(target=_open, args=(before, awaited, sent, opened_at), name="gate", daemon=True)
         began = time.monotonic()
         thread.start()
         mx.eval(behind)
@@ -209,3 +222,10 @@ def why_not() -> str:
         sent = sent + 1
     logger.info("a device that waits for an array goes on %.0f us after it came", 1e6 * min(took))
     return ""
+
+
+def _open(before: mx.array, awaited: Awaited, sent: np.ndarray, opened_at: list[float]) -> None:
+    np.asarray(memoryview(before)).sum()
+    time.sleep(TRIAL_PAUSE_S)
+    opened_at.append(time.monotonic())
+    awaited.give(Plain("float32", sent.shape, sent.view(np.uint8)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ from satchel.actors.replica.execution.padding import SHAPE_TOKENS, pieces_of
 from satchel.actors.replica.execution.sampling.sampling import BatchSampler
 from satchel.actors.replica.group.calls.following import Following
 from satchel.actors.replica.group.calls.leading import Leading
+from satchel.actors.replica.group.division import pipeline
 from satchel.actors.replica.group.division.pipeline import RecordedStage
 from satchel.actors.replica.group.forming import Member
+from satchel.actors.replica.group.link import gates
 from satchel.actors.replica.group.link.broken import GroupBroken, Wholeness
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.loading import models
@@ -188,6 +191,60 @@ def test_stages_record_their_steps_where_a_gpu_has_kernels_and_answer_as_one_pro
             led.bench.engine.executor.rule = Whims(random.Random(3))
             found = live(led.bench, 3)
     assert loaded.way.compiled and {"0", "1", "3"} <= {*recorded}
+    common = expected.keys() & found.keys()
+    assert len(common) >= 4
+    for name in common:
+        assert expected[name].tokens == found[name].tokens
+
+
+def waits_here(came: mx.array, opened: mx.array, turn: int, words: int, **how: Any) -> mx.array:
+    """Stands for a gate's kernel: the thread that launches it waits, not the device."""
+    number = np.array(opened, copy=False)
+    for _ in range(20_000):
+        if number[0] in (turn, gates.GIVEN_UP):
+            break
+        time.sleep(0.001)
+    if number[0] != turn:
+        raise RuntimeError("the device has failed")
+    found = came[:words] + 0
+    mx.eval(found)
+    return found
+
+
+@contextmanager
+def waiting_devices() -> Iterator[list[int]]:
+    """Lets stages launch steps before their inputs have come, as on CUDA. Gives the words of all that was awaited."""
+    waited = list[int]()
+
+    def wait_and_copy(*given: Any, **how: Any) -> mx.array:
+        waited.append(given[-1])
+        return waits_here(*given, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "on_cuda", lambda: True)
+        patch.setattr(gates, "why_not", lambda: "")
+        patch.setattr(gates, "wait_and_copy", wait_and_copy)
+        yield waited
+
+
+@pytest.mark.parametrize("stops", [[2, LAYERS], pytest.param([1, 3, LAYERS], marks=pytest.mark.slow)])
+def test_steps_that_are_launched_before_their_inputs_have_come_answer_as_one_process(folder: Path, stops: list[int]):
+    """Tokens and hidden states pass on threads of their own, and nobody waits for what only its own wait holds up."""
+    with fake_kernels.kernels(), waiting_devices() as waited:
+        loaded = models.load(
+            str(folder),
+            context_tokens_max=None,
+            progress=lambda *_: None,
+            dtype="float32",
+            weights="stored",
+            warm=False,
+        )
+        expected = live(Bench(loaded, sequences_max=16), 3)
+        with group(folder, stops, 100) as led:
+            led.bench.engine.executor.rule = Whims(random.Random(3))
+            found = live(led.bench, 3)
+    width = loaded.model.args.hidden_size
+    assert any(words % width for words in waited) and any(words % width == 0 for words in waited)
     common = expected.keys() & found.keys()
     assert len(common) >= 4
     for name in common:
