@@ -28,6 +28,7 @@ from .link import gates
 from .link.broken import Wholeness
 from .link.connection import FAILED, HANDSHAKE_S, Address, Connection
 from .link.heartbeats import Heartbeats
+from .link.times import Times
 from .pictures.picture_messages import Wanted
 from .tensor.member import Joining
 from .tensor.model import Share
@@ -152,6 +153,7 @@ class Member:
 
     Attributes:
         wholeness: whether the group is whole.
+        times: where this process's time goes.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class Member:
         joining: Joining | None = None,
     ) -> None:
         self._joining = joining
-        self.wholeness = Wholeness(self._shut)
+        self.wholeness, self.times = Wholeness(self._shut), Times()
         self._memory_bytes, self._broken = memory_bytes, broken
         self._group, self._rank, self._key, self._times = group, rank, key, times
         self._listener = listener
@@ -196,7 +198,6 @@ class Member:
             if (shared := ranks_of(loaded)) is None:
                 self._begin_heartbeats(beating)
                 tokens = self._connect(addresses[0], 0, _TOKENS)
-                tokens.failed = self.wholeness.break_off
                 (loaded.model.before,) = self._accept([_STATES])
                 self._let_wait(loaded.model, [loaded.model.before])
             ranks = [Rank(**connection.expect(_RANK, self._until)) for connection in calls]
@@ -216,6 +217,7 @@ class Member:
                 overlaps=shared is None,
                 tokens=tokens if shared is None and loaded.model.launches else None,
             )
+            self._leading.times = self.times
 
     def follow(self, loaded: LoadedModel) -> Following:
         """Joins the group as another stage than the last. Returns the follower, which is to be run.
@@ -246,7 +248,10 @@ class Member:
                 assert self._joining is not None, "a share needs a way to join the others"
                 self._joining.follow(shared, calls, self._listener.getsockname()[0], self._until)
                 self._begin_heartbeats(leader)
-            return Following(batch, calls, after, self.wholeness, loaded.spec.bytes_per_token / token_bytes, tokens)
+            relative_bytes = loaded.spec.bytes_per_token / token_bytes
+            following = Following(batch, calls, after, self.wholeness, relative_bytes, tokens)
+            following.times = self.times
+            return following
 
     def _take_place(self, loaded: LoadedModel, before: Sequence[Connection], after: Address, leads: bool) -> Connection:
         """Connects a stage with its neighbours. Returns the connection to the next one.
@@ -261,15 +266,13 @@ class Member:
             loaded.model.before = before[0]
             self._begin_heartbeats([(before[1], f"stage {self._rank - 1}")])
         loaded.model.after = connection = self._connect(after, self._rank + 1, _STATES)
-        connection.failed = self.wholeness.break_off
         if not leads:
             self._begin_heartbeats([(self._connect(after, self._rank + 1, _NEIGHBOUR), f"stage {self._rank + 1}")])
         return connection
 
     def _let_wait(self, stage: PipelinedStage, connections: Sequence[Connection]) -> None:
         """Lets the device wait for what comes on some connections, if it can."""
-        for connection in connections:
-            connection.failed = self.wholeness.break_off
+        stage.times = self.times
         if not stage.launches:
             return
         if why := gates.why_not():
@@ -303,9 +306,13 @@ class Member:
 
     def _connect(self, address: Address, rank: int, what: str) -> Connection:
         connection = Connection.connect(address, self._key, self._name(rank), self._until)
-        self._connections.append(connection)
+        self._begin(connection)
         connection.send(what)
         return connection
+
+    def _begin(self, connection: Connection) -> None:
+        connection.failed, connection.times = self.wholeness.break_off, self.times
+        self._connections.append(connection)
 
     def _accept(self, wanted: Sequence[str]) -> list[Connection]:
         """Returns a connection for each of these uses, in order. Others are closed."""
@@ -322,7 +329,7 @@ class Member:
             except SatchelError as error:
                 logger.warning("a connection of %s to a group is refused: %s", host, error)
                 continue
-            self._connections.append(connection)
+            self._begin(connection)
             what, _ = connection.receive(HANDSHAKE_S) or ("", [])
             if what in wanted and what not in found:
                 found[what] = connection

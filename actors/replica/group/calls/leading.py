@@ -24,6 +24,7 @@ from ...execution.media.language_inputs import SequencePictures
 from ...kv.caches import PooledBlock, Slab
 from ..link.broken import Wholeness
 from ..link.connection import Connection
+from ..link.times import Times
 from ..pictures.picture_messages import Told, Wanted, pack_pictures, tell
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class Leading:
 
     Attributes:
         count: how many followers there are.
+        times: how long each kind of call takes here.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Leading:
         self._tokens = tokens
         self._wanted = wanted or [Wanted()] * len(calls)
         self.count = len(calls)
+        self.times = Times()
         self._untold: list[Any] = []
         # Calls that the followers have been told, and that were not done here yet.
         self._ahead: deque[str] = deque()
@@ -111,7 +114,8 @@ class Leading:
                 self._untold.append([call, self._packed(given), dict(named)])
                 if call not in _LATER:
                     self._tell()
-            result = run()
+            with self.times.of(call):
+                result = run()
             if call in COMPUTING and not self.overlaps:
                 # All ranks compute all sums of a call, whatever becomes of its result here: else the next call's sums
                 # would meet those that are left.
@@ -154,6 +158,7 @@ class Leading:
     def _tell(self) -> None:
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         told, self._untold = self._untold, []
+        self.times.log("the leader")
         for number, follower in enumerate(self._calls):
             arrays: list[mx.array] = []
             own = [[call, [_told(each, number, arrays) for each in given], named] for call, given, named in told]

@@ -28,6 +28,7 @@ from ....kv_store.transfer.wire import pack, unpack
 from ...device.device import as_numpy
 from .arrays import FAIL_S, Incoming, Launched, Outgoing, Plain
 from .gates import Gates
+from .times import Times
 
 Address = tuple[str, int]
 
@@ -64,6 +65,7 @@ class Connection:
         failed: called with the reason, by another thread, if the device fails at an array that `send_launched` has, or
             if an array does not come that `await_array` has promised.
         gates: for arrays that are awaited by the device; None if it cannot.
+        times: of the process: its threads' waits for the device, and sending.
     """
 
     def __init__(self, sock: socket.socket, seals: Seals) -> None:
@@ -77,6 +79,7 @@ class Connection:
         self._incoming: Incoming | None = None
         self.failed: Callable[[str], object] = lambda why: None
         self.gates: Gates | None = None
+        self.times = Times()
         # Of the array that came last, as its name.
         self._dtype = ""
 
@@ -162,8 +165,11 @@ class Connection:
         mx.async_eval(words)
 
         def wait() -> Plain:
-            # Not `np.array(words)`, see `as_numpy`.
-            return Plain(dtype, shape, np.ascontiguousarray(memoryview(words)).reshape(-1).view(np.uint8))
+            with self.times.of("waiting for the device, to send"):
+                # Not `np.array(words)`, see `as_numpy`.
+                plain = np.ascontiguousarray(memoryview(words)).reshape(-1).view(np.uint8)
+            self.times.is_there()
+            return Plain(dtype, shape, plain)
 
         self._sending().put_launched(Launched(array.nbytes, wait))
 
@@ -251,12 +257,12 @@ class Connection:
             self.send(FAILED, why)
 
     def _send_plain(self, array: Plain) -> None:
-        self.send(_ARRAY, array.dtype, [*array.shape])
-
         def read(piece: memoryview, start: int) -> None:
             np.frombuffer(piece, np.uint8)[:] = array.data[start : start + len(piece)]
 
-        self._link.send_bytes(len(array.data), read)
+        with self.times.of("sending"):
+            self.send(_ARRAY, array.dtype, [*array.shape])
+            self._link.send_bytes(len(array.data), read)
 
     def _receive_plain(self) -> Plain:
         kind, fields = self.receive() or ("", [])
@@ -274,6 +280,7 @@ class Connection:
             filled += len(piece)
 
         self._link.receive_bytes(nbytes, take)
+        self.times.came()
         return Plain(dtype, shape, data)
 
     def shut(self) -> None:
