@@ -16,6 +16,7 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.loading import models
+from satchel.actors.rpc.shell import SWITCH_S
 
 from ..cluster.worker import answer
 from .process import GROUP, KEY, TIMES, Call, Follower, Process
@@ -57,6 +58,8 @@ def main() -> None:
     os.dup2(2, 1)
     sys.stdout = answers
     logging.basicConfig(level=logging.INFO)
+    # As the actors do.
+    sys.setswitchinterval(SWITCH_S)
     folder, start, stop, layers, host = sys.argv[1:]
     given: tuple[Any, ...] = folder, int(start), int(stop), int(layers), host
     if stop == layers:

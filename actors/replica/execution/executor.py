@@ -250,7 +250,7 @@ class BatchExecutor(Batch):
 
     def _finish(self, number: int, *, launch: bool = True) -> list[Ready]:
         self._select(number)
-        ready = self._compute(launch=launch)
+        ready = self._compute(launch=launch, alone=False)
         self.drafts.pause()
         return ready
 
@@ -310,11 +310,12 @@ class BatchExecutor(Batch):
             self.drafts.note_step(len(now.sequences))
         return ready
 
-    def _compute(self, *, launch: bool = True) -> list[Ready]:
+    def _compute(self, *, launch: bool = True, alone: bool = True) -> list[Ready]:
         """Computes and draws the next tokens of the selected micro-batch. Returns those that were drawn before.
 
         Args:
             launch: if False, it is computed once the tokens are asked for.
+            alone: whether there is no other micro-batch.
         """
         now: DrawnBatch = self._now
         given, before, seals = self._given(), now.draw, self._seals
@@ -331,6 +332,9 @@ class BatchExecutor(Batch):
             mx.async_eval(now.inputs, *draw.arrays(), *(self._pool_arrays() if seals else ()))
         if seals:
             self.seal_filled()
+        if alone and self.followers is not None:
+            # All that follows here would keep the thread that sends them from running.
+            self.followers.pass_tokens()
         tokens = _read_tokens(inputs, change)
         ready = self._ready(tokens, before)
         ready += [Ready(now.sequences[0].sequence_id, token) for token in forced[1:]]

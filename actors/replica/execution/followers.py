@@ -49,6 +49,10 @@ class Followers(Protocol):
         than those that only prepare a step."""
         ...
 
+    def pass_tokens(self) -> None:
+        """Waits until the tokens of calls that were told are on their way."""
+        ...
+
 
 class Parts(Protocol):
     """Keeps a follower's part of sequences' KV on its node's disk."""

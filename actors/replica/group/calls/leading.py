@@ -150,6 +150,12 @@ class Leading:
             self._tell()
             self._ahead.append(call)
 
+    def pass_tokens(self) -> None:
+        """See `execution.followers.Followers`."""
+        if self._tokens is not None:
+            with self.times.of("waiting for tokens"):
+                self._tokens.wait_sent()
+
     def end(self) -> None:
         """Tells the followers that the group has ended."""
         for follower in self._calls:

@@ -94,8 +94,8 @@ class Outgoing:
                 self._thread.start()
             return True
 
-    def flush(self, wait_s: float) -> bool:
-        """Waits until all arrays are sent. Returns whether they are."""
+    def flush(self, wait_s: float | None) -> bool:
+        """Waits until all arrays are sent, or none can be any more. Returns whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._bytes or self._over, wait_s) and not self._over
 

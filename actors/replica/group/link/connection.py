@@ -1,7 +1,7 @@
 """A connection between two processes of a group: messages, and arrays of hidden states.
 
 Both sides prove that they have the cluster's key, and every byte is encrypted, as on connections that move blocks
-(`kv_store/transfer`). A message is a kind and its fields; the bytes of an array follow its message.
+(`kv_store/transfer`). A message is a kind and its fields; the bytes of a large array follow its message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .....cluster.errors import LinkError, LinkGarbage
 from ....kv_store.transfer.handshake import NONCE_BYTES, Acceptor, Initiator, Seals
 from ....kv_store.transfer.link import Link
 from ....kv_store.transfer.wire import pack, unpack
-from ...device.device import as_numpy
+from ...device.device import as_numpy, launched_as_numpy
 from .arrays import FAIL_S, Incoming, Launched, Outgoing, Plain
 from .gates import Gates
 from .times import Times
@@ -46,6 +46,9 @@ _ARRAY = "array"
 
 ARRAY_BYTES_MAX = 2**30
 """The most bytes of an array."""
+
+INSIDE_BYTES = 2**20
+"""An array of at most so many bytes is inside of its message: each wait for more costs a switch of threads."""
 
 _SO_NWRITE = 0x1024
 """On macOS: the bytes in a socket's send buffer, which keeps them until they are acknowledged (XNU's sys/socket.h)."""
@@ -166,12 +169,16 @@ class Connection:
 
         def wait() -> Plain:
             with self.times.of("waiting for the device, to send"):
-                # Not `np.array(words)`, see `as_numpy`.
-                plain = np.ascontiguousarray(memoryview(words)).reshape(-1).view(np.uint8)
+                plain = np.ascontiguousarray(launched_as_numpy(words)).reshape(-1).view(np.uint8)
             self.times.is_there()
             return Plain(dtype, shape, plain)
 
         self._sending().put_launched(Launched(array.nbytes, wait))
+
+    def wait_sent(self) -> None:
+        """Waits until all arrays are sent, or none can be any more."""
+        if self._outgoing is not None:
+            self._outgoing.flush(None)
 
     def _sending(self) -> Outgoing:
         if self._outgoing is None:
@@ -261,17 +268,25 @@ class Connection:
             np.frombuffer(piece, np.uint8)[:] = array.data[start : start + len(piece)]
 
         with self.times.of("sending"):
-            self.send(_ARRAY, array.dtype, [*array.shape])
-            self._link.send_bytes(len(array.data), read)
+            if len(array.data) <= INSIDE_BYTES:
+                self.send(_ARRAY, array.dtype, [*array.shape], array.data.tobytes())
+            else:
+                self.send(_ARRAY, array.dtype, [*array.shape])
+                self._link.send_bytes(len(array.data), read)
 
     def _receive_plain(self) -> Plain:
         kind, fields = self.receive() or ("", [])
-        dtype, shape = fields if kind == _ARRAY and len(fields) == 2 else ("", [])
+        dtype, shape, *inside = fields if kind == _ARRAY and len(fields) in (2, 3) else ("", [])
         if not isinstance(dtype, str) or dtype not in _DTYPES or not _is_shape(shape):
             raise LinkGarbage(f"hidden states were to come, not {kind} {fields!r:.80}")
         nbytes, filled = math.prod(shape) * _DTYPES[dtype].size, 0
         if nbytes > ARRAY_BYTES_MAX:
             raise LinkGarbage(f"hidden states of {nbytes} bytes are over {ARRAY_BYTES_MAX}")
+        if inside:
+            if not isinstance(inside[0], bytes) or len(inside[0]) != nbytes:
+                raise LinkGarbage(f"hidden states of {nbytes} bytes were to come, not {inside[0]!r:.80}")
+            self.times.came()
+            return Plain(dtype, shape, np.frombuffer(inside[0], np.uint8))
         data = np.empty(nbytes, np.uint8)
 
         def take(piece: memoryview) -> None:
