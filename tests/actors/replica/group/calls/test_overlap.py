@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.replica_messages import Sampling
+from satchel.actors.replica.execution import prefilling
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.micro_batches import AGAIN_STEPS, TRIAL_STEPS, MicroBatchRule
 from satchel.actors.replica.execution.padding import SHAPE_TOKENS, pieces_of
@@ -222,6 +223,8 @@ def waiting_devices() -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "on_cuda", lambda: True)
+        patch.setattr(prefilling, "on_gpu", lambda: True)
+        patch.setattr(prefilling, "on_cuda", lambda: True)
         patch.setattr(gates, "why_not", lambda: "")
         patch.setattr(gates, "wait_and_copy", wait_and_copy)
         yield waited
@@ -243,6 +246,7 @@ def test_steps_that_are_launched_before_their_inputs_have_come_answer_as_one_pro
         with group(folder, stops, 100) as led:
             led.bench.engine.executor.rule = Whims(random.Random(3))
             found = live(led.bench, 3)
+            assert led.bench.engine.executor.runs_ahead
     width = loaded.model.args.hidden_size
     assert any(words % width for words in waited) and any(words % width == 0 for words in waited)
     common = expected.keys() & found.keys()
