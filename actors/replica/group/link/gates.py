@@ -1,15 +1,17 @@
 """Arrays that come over a network to a device which waits for them: a step is launched before its inputs have come.
 
-A gate is a kernel that waits for a number in memory that host and device share, then copies what lies beside it. What
-is launched behind it needs its copy, so the device computes that once a thread of the host has written the array and
-then the number. No launch and no wait of the thread that computes lies between an array's arrival and its use. If the
-array does not come, the device fails, so that nobody reads what was launched with it.
+A gate is a kernel that waits for a number in memory of the host, then copies what lies behind it. What is launched with
+the copy is computed once a thread of the host has written the array and then the number. No launch and no wait of the
+thread that computes lies between an array's arrival and its use. If the array does not come, the device fails, so that
+nobody reads what was launched with it.
 
-Only on CUDA, whose kernels see what the host writes while they run. Whether they do is tried first (`why_not`).
+Only on CUDA, whose kernels read memory of the host that is locked in its place, and see what is written there while
+they run. Whether they do is tried first (`why_not`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import threading
@@ -17,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -43,14 +44,17 @@ GIVEN_UP = 2**31 - 1
 """Stands for the number of an array that does not come."""
 
 _WORD = 4
+_HEAD = 4
+"""Words before an array: the number, and what makes the array begin at a multiple of 16 bytes."""
 
 _BODY = """
+  const unsigned* memory = (const unsigned*)((unsigned long long)place[0] | ((unsigned long long)place[1] << 32));
   if (THREAD == 0) {
     unsigned number;
     unsigned long long began, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(began));
     while (true) {
-      asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(number) : "l"(opened) : "memory");
+      asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(number) : "l"(memory) : "memory");
       if (number == turn[0]) break;
       asm volatile("nanosleep.u32 100;");
       asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -61,31 +65,34 @@ _BODY = """
     }
   }
   SYNC();
-  for (int at = THREAD; at < how[0]; at += THREADS) {
+  const int words = how[0], whole = words / 4;
+  const unsigned* came = memory + HEAD;
+  for (int at = THREAD; at < whole; at += THREADS) {
+    unsigned a, b, c, d;
+    asm volatile("ld.volatile.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(came + 4 * at) : "memory");
+    out[4 * at] = a; out[4 * at + 1] = b; out[4 * at + 2] = c; out[4 * at + 3] = d;
+  }
+  if (THREAD < words % 4) {
     unsigned word;
-    asm volatile("ld.volatile.u32 %0, [%1];" : "=r"(word) : "l"(came + at) : "memory");
-    out[at] = word;
+    asm volatile("ld.volatile.u32 %0, [%1];" : "=r"(word) : "l"(came + 4 * whole + THREAD) : "memory");
+    out[4 * whole + THREAD] = word;
   }
 """
 """The loads pass no cache that the host's writes do not reach."""
 
 
-def _kernel() -> Any:
-    return gpu_kernels.kernel("gate", ("came", "opened", "turn", "how"), ("out",), _BODY)
-
-
-def wait_and_copy(
-    came: mx.array, opened: mx.array, turn: int, words: int, *, wait_s: float, fails: bool = True
-) -> mx.array:
-    """Returns the first `words` numbers of `came`, once the number in `opened` is `turn`. All are uint32.
+def wait_and_copy(place: mx.array, turn: int, words: int, *, wait_s: float, fails: bool = True) -> mx.array:
+    """Returns the array of `words` words in memory of the host, `(words,) uint32`, once the number before it is `turn`.
 
     Args:
+        place: where the memory is, `(2,) uint32`: the lower half of the address and the upper one.
         fails: whether the device fails if that takes over `wait_s`, or if the number is `GIVEN_UP`; if not, it takes
             what is there.
     """
-    (out,) = _kernel()(
-        inputs=[came, opened, mx.array([turn], mx.uint32), gpu_kernels.int_numbers(words, int(1000 * wait_s), fails)],
-        template=[("THREADS", THREADS), ("GIVEN_UP", GIVEN_UP)],
+    (out,) = gpu_kernels.kernel("gate", ("place", "turn", "how"), ("out",), _BODY)(
+        inputs=[place, mx.array([turn], mx.uint32), gpu_kernels.int_numbers(words, int(1000 * wait_s), fails)],
+        template=[("THREADS", THREADS), ("GIVEN_UP", GIVEN_UP), ("HEAD", _HEAD)],
         grid=(THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(words,)],
@@ -94,41 +101,49 @@ def wait_and_copy(
     return out
 
 
+def locked_memory(words: int) -> np.ndarray:
+    """Returns memory of the host that kernels may read at the same address, `(words,) uint32`, of zeros. It is never
+    freed.
+
+    Raises:
+        OSError: there is none.
+    """
+    driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    # CU_MEMHOSTALLOC_PORTABLE and CU_MEMHOSTALLOC_DEVICEMAP (CUDA's driver API).
+    if error := driver.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(_WORD * words), ctypes.c_uint(1 | 2)):
+        raise OSError(f"CUDA's error {error}")
+    memory = np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(address.value or 0))
+    memory[:] = 0
+    return memory
+
+
 @dataclass
 class _Gate:
     """A place for one array at a time.
 
     Attributes:
-        came, opened: memory of host and device: the array as words, and the number of the turn whose array it is.
-        host_came, host_opened: the same memory as the host sees it.
+        memory: of the host: the number of the array that is there, and from `_HEAD` on the array.
+        place: its address, for `wait_and_copy`.
         turn: the number of the array for which the device waits now.
         copy: of that array; None before the first.
     """
 
-    came: mx.array
-    opened: mx.array
-    host_came: np.ndarray = field(init=False)
-    host_opened: np.ndarray = field(init=False)
+    memory: np.ndarray
+    place: mx.array = field(init=False)
     turn: int = 0
     copy: mx.array | None = None
     order: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        # Views: from then on MLX leaves the memory where the host reaches it.
-        self.host_came = np.array(self.came, copy=False).view(np.uint8)
-        self.host_opened = np.array(self.opened, copy=False)
+        self.place = mx.array(np.array([self.memory.ctypes.data], np.uint64).view(np.uint32))
 
     @classmethod
     def of(cls, nbytes: int) -> _Gate:
-        # From NumPy's memory, so that MLX puts them into memory of host and device.
-        words = size_class(-(-nbytes // _WORD))
-        gate = mx.array(np.zeros(words, np.uint32)), mx.array(np.zeros(1, np.uint32))
-        mx.eval(gate)
-        return cls(*gate)
+        return cls(locked_memory(_HEAD + size_class(-(-nbytes // _WORD))))
 
     @property
     def nbytes(self) -> int:
-        return self.host_came.nbytes
+        return self.memory.nbytes - _HEAD * _WORD
 
 
 class Awaited:
@@ -150,15 +165,15 @@ class Awaited:
         """
         gate = self._gate
         if plain is not None:
-            gate.host_came[: self._nbytes] = plain.data
+            gate.memory[_HEAD : _HEAD + len(plain.data) // _WORD] = plain.data.view(np.uint32)
         # The array must be in memory before the number is, whatever the processor reorders.
         with gate.order:
-            gate.host_opened[0] = GIVEN_UP if plain is None else self._turn
+            gate.memory[0] = GIVEN_UP if plain is None else self._turn
 
     def array(self, *, wait_s: float = WAIT_S, fails: bool = True) -> mx.array:
         """Returns the array. What is computed with it waits on the device. Arguments as for `wait_and_copy`."""
         gate, words = self._gate, self._nbytes // _WORD
-        gate.copy = wait_and_copy(gate.came, gate.opened, self._turn, words, wait_s=wait_s, fails=fails)
+        gate.copy = wait_and_copy(gate.place, self._turn, words, wait_s=wait_s, fails=fails)
         return gate.copy.view(self._dtype).reshape(self._shape)
 
 
@@ -199,6 +214,10 @@ def why_not() -> str:
 
     While the device waits at a gate, another thread must be able to read what was launched before, and to open it.
     """
+    try:
+        locked_memory(1)
+    except (OSError, AttributeError) as error:
+        return f"no memory of the host can be shared with the device: {error}"
     gates, sent = Gates(), np.arange(4096, dtype=np.float32)
     took: list[float] = []
     for trial in range(TRIALS):
