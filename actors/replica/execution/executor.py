@@ -246,6 +246,8 @@ class BatchExecutor(Batch):
         if len(now.sequences) > 1:
             now.forced = ()
         assert now.inputs is not None
+        if self.followers is not None and not now.forced and now.change is not None:
+            self.followers.know(now.inputs, now.tokens)
         return now.forced or now.inputs
 
     def _finish(self, number: int, *, launch: bool = True) -> list[Ready]:
@@ -328,8 +330,9 @@ class BatchExecutor(Batch):
         draw = now.sampler(logits, self._masks(given, logits))
         now.inputs, now.change = draw.tokens.astype(mx.uint32), None
         now.draw = draw, [sequence.sequence_id for sequence in now.sequences]
+        copies = [] if self.followers is None else self.followers.copies_of(now.inputs)
         if launch or seals:
-            mx.async_eval(now.inputs, *draw.arrays(), *(self._pool_arrays() if seals else ()))
+            mx.async_eval(now.inputs, *copies, *draw.arrays(), *(self._pool_arrays() if seals else ()))
         if seals:
             self.seal_filled()
         if alone and self.followers is not None:

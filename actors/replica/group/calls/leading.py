@@ -21,6 +21,7 @@ import numpy as np
 from .....cluster.errors import ClusterError
 from ...execution.followers import ShownPictures
 from ...execution.media.language_inputs import SequencePictures
+from ...execution.micro_batches import TWO
 from ...kv.caches import PooledBlock, Slab
 from ..link.broken import Wholeness
 from ..link.connection import Connection
@@ -76,6 +77,8 @@ class Leading:
     ) -> None:
         self._calls, self._wholeness, self.overlaps = calls, wholeness, overlaps
         self._tokens = tokens
+        # Arrays of tokens that calls will tell, and what is sent of them.
+        self._known: deque[tuple[mx.array, mx.array | Callable[[], Sequence[int]]]] = deque(maxlen=2 * TWO)
         self._wanted = wanted or [Wanted()] * len(calls)
         self.count = len(calls)
         self.times = Times()
@@ -150,6 +153,27 @@ class Leading:
             self._tell()
             self._ahead.append(call)
 
+    def copies_of(self, inputs: mx.array) -> list[mx.array]:
+        """See `execution.followers.Followers`."""
+        if self._tokens is None:
+            return []
+        # MLX moves the memory of what another thread reads, and steps read these tokens.
+        copy = inputs + 0
+        self._known.append((inputs, copy))
+        return [copy]
+
+    def know(self, inputs: mx.array, tokens: Callable[[], Sequence[int]]) -> None:
+        """See `execution.followers.Followers`."""
+        if self._tokens is not None:
+            self._known.append((inputs, tokens))
+
+    def _send_tokens(self, connection: Connection, inputs: mx.array) -> None:
+        known = next((known for each, known in self._known if each is inputs), None)
+        if known is None or isinstance(known, mx.array):
+            connection.send_launched(inputs + 0 if known is None else known)
+        else:
+            connection.send_numbers(known())
+
     def pass_tokens(self) -> None:
         """See `execution.followers.Followers`."""
         if self._tokens is not None:
@@ -194,8 +218,7 @@ class Leading:
             # They need not have been drawn yet.
             return msgpack.ExtType(COUNT, value.size.to_bytes(8, "big"))
         if isinstance(value, mx.array) and self._tokens is not None:
-            # A copy: MLX moves the memory of what another thread reads, and steps read these tokens.
-            self._tokens.send_launched(value + 0)
+            self._send_tokens(self._tokens, value)
             return msgpack.ExtType(SENT, value.size.to_bytes(8, "big"))
         if isinstance(value, mx.array):
             return msgpack.ExtType(TOKENS, np.array(value).astype("<u4").tobytes())

@@ -175,6 +175,11 @@ class Connection:
 
         self._sending().put_launched(Launched(array.nbytes, wait))
 
+    def send_numbers(self, numbers: Sequence[int]) -> None:
+        """As `send_array`, for an array `(numbers,) uint32`."""
+        data = np.array(numbers, "<u4").view(np.uint8)
+        self._sending().put(Plain("uint32", [len(numbers)], data))
+
     def wait_sent(self) -> None:
         """Waits until all arrays are sent, or none can be any more."""
         if self._outgoing is not None:
