@@ -169,8 +169,10 @@ class Leading:
 
     def _send_tokens(self, connection: Connection, inputs: mx.array) -> None:
         known = next((known for each, known in self._known if each is inputs), None)
-        if known is None or isinstance(known, mx.array):
-            connection.send_launched(inputs + 0 if known is None else known)
+        if known is None:
+            connection.send_launched(inputs + 0)
+        elif isinstance(known, mx.array):
+            connection.send_launched(known)
         else:
             connection.send_numbers(known())
 

@@ -201,8 +201,8 @@ def test_stages_record_their_steps_where_a_gpu_has_kernels_and_answer_as_one_pro
 
 def waits_here(place: mx.array, turn: int, words: int, **how: Any) -> mx.array:
     """Stands for a gate's kernel: the thread that launches it waits, not the device."""
-    low, high = place.tolist()  # type: ignore[misc]
-    memory = np.ctypeslib.as_array((ctypes.c_uint32 * (4 + words)).from_address(low | high << 32))
+    address = int(np.array(place).view(np.uint64)[0])
+    memory = np.ctypeslib.as_array((ctypes.c_uint32 * (4 + words)).from_address(address))
     for _ in range(20_000):
         if memory[0] in (turn, gates.GIVEN_UP):
             break
