@@ -328,11 +328,12 @@ class BatchExecutor(Batch):
             now.sampler.passed(forced[1:])
         logits = self.compute(given)
         draw = now.sampler(logits, self._masks(given, logits))
-        now.inputs, now.change = draw.tokens.astype(mx.uint32), None
+        now.inputs = drawn = draw.tokens.astype(mx.uint32)
+        now.change = None
         now.draw = draw, [sequence.sequence_id for sequence in now.sequences]
-        copies = [] if self.followers is None else self.followers.copies_of(now.inputs)
+        told = [] if self.followers is None else self.followers.copies_of(drawn)
         if launch or seals:
-            mx.async_eval(now.inputs, *copies, *draw.arrays(), *(self._pool_arrays() if seals else ()))
+            mx.async_eval(now.inputs, *told, *draw.arrays(), *(self._pool_arrays() if seals else ()))
         if seals:
             self.seal_filled()
         if alone and self.followers is not None:
