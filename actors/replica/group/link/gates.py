@@ -210,14 +210,17 @@ TRIALS, TRIAL_PAUSE_S, TRIAL_WAIT_S = 5, 0.002, 2.0
 
 
 def why_not() -> str:
-    """Tries gates on this device. Returns why they cannot be used; empty if they can.
-
-    While the device waits at a gate, another thread must be able to read what was launched before, and to open it.
-    """
+    """Tries gates on this device. Returns why they cannot be used; empty if they can."""
     try:
         locked_memory(1)
     except (OSError, AttributeError) as error:
         return f"no memory of the host can be shared with the device: {error}"
+    return try_gates()
+
+
+def try_gates() -> str:
+    """As `why_not`, with memory that can be shared. While the device waits at a gate, another thread must be able to
+    read what was launched before, and to open the gate."""
     gates, sent = Gates(), np.arange(4096, dtype=np.float32)
     took: list[float] = []
     for trial in range(TRIALS):

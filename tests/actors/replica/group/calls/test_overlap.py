@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +25,6 @@ from satchel.actors.replica.group.calls.leading import Leading
 from satchel.actors.replica.group.division import pipeline
 from satchel.actors.replica.group.division.pipeline import RecordedStage
 from satchel.actors.replica.group.forming import Member
-from satchel.actors.replica.group.link import gates
 from satchel.actors.replica.group.link.broken import GroupBroken, Wholeness
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.loading import models
@@ -36,6 +33,7 @@ from tests.worlds.models.families import write_model
 from tests.worlds.replica import fake_kernels
 from tests.worlds.replica.bench import Bench, Received
 from tests.worlds.replica.group import GROUP, KEY, TIMES, Fault, Led, listener, on_a_thread
+from tests.worlds.replica.waiting import waiting_devices
 
 LAYERS = 4
 
@@ -199,42 +197,21 @@ def test_stages_record_their_steps_where_a_gpu_has_kernels_and_answer_as_one_pro
         assert expected[name].tokens == found[name].tokens
 
 
-def waits_here(place: mx.array, turn: int, words: int, **how: Any) -> mx.array:
-    """Stands for a gate's kernel: the thread that launches it waits, not the device."""
-    address = int(np.array(place).view(np.uint64)[0])
-    memory = np.ctypeslib.as_array((ctypes.c_uint32 * (4 + words)).from_address(address))
-    for _ in range(20_000):
-        if memory[0] in (turn, gates.GIVEN_UP):
-            break
-        time.sleep(0.001)
-    if memory[0] != turn:
-        raise RuntimeError("the device has failed")
-    return mx.array(memory[4:])
-
-
 @contextmanager
-def waiting_devices() -> Iterator[list[int]]:
-    """Lets stages launch steps before their inputs have come, as on CUDA. Gives the words of all that was awaited."""
-    waited = list[int]()
-
-    def wait_and_copy(*given: Any, **how: Any) -> mx.array:
-        waited.append(given[-1])
-        return waits_here(*given, **how)
-
-    with pytest.MonkeyPatch.context() as patch:
+def launching_ahead() -> Iterator[list[int]]:
+    """Lets stages launch what comes before their inputs have come, as on CUDA. Gives the words of all that was
+    awaited."""
+    with waiting_devices() as waited, pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "on_cuda", lambda: True)
         patch.setattr(prefilling, "on_gpu", lambda: True)
         patch.setattr(prefilling, "on_cuda", lambda: True)
-        patch.setattr(gates, "why_not", lambda: "")
-        patch.setattr(gates, "wait_and_copy", wait_and_copy)
-        patch.setattr(gates, "locked_memory", lambda words: np.zeros(words, np.uint32))
         yield waited
 
 
 @pytest.mark.parametrize("stops", [[2, LAYERS], pytest.param([1, 3, LAYERS], marks=pytest.mark.slow)])
 def test_steps_that_are_launched_before_their_inputs_have_come_answer_as_one_process(folder: Path, stops: list[int]):
     """Tokens and hidden states pass on threads of their own, and nobody waits for what only its own wait holds up."""
-    with fake_kernels.kernels(), waiting_devices() as waited:
+    with fake_kernels.kernels(), launching_ahead() as waited:
         loaded = models.load(
             str(folder),
             context_tokens_max=None,
