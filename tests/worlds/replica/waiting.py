@@ -12,15 +12,25 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.replica.group.link import gates
+from satchel.actors.replica.group.link import gates, locked
 
 WAIT_S = 20.0
 
 
+def memory_at(place: mx.array, words: int) -> np.ndarray:
+    """Returns the memory of an address, as kernels get it."""
+    return np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(int(np.array(place).view(np.uint64)[0])))
+
+
+def copies_here(array: mx.array, place: mx.array) -> mx.array:
+    """Stands for `locked.copy_out`."""
+    memory_at(place, array.size)[:] = np.array(array)
+    return mx.array([1], mx.uint32)
+
+
 def waits_here(place: mx.array, turn: int, words: int, **how: Any) -> mx.array:
     """Stands for `gates.wait_and_copy`."""
-    address = int(np.array(place).view(np.uint64)[0])
-    memory = np.ctypeslib.as_array((ctypes.c_uint32 * (4 + words)).from_address(address))
+    memory = memory_at(place, 4 + words)
     until = time.monotonic() + WAIT_S
     while memory[0] not in (turn, gates.GIVEN_UP) and time.monotonic() < until:
         time.sleep(0.001)
@@ -41,5 +51,6 @@ def waiting_devices() -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gates, "why_not", lambda: "")
         patch.setattr(gates, "wait_and_copy", wait_and_copy)
-        patch.setattr(gates, "locked_memory", lambda words: np.zeros(words, np.uint32))
+        patch.setattr(locked, "copy_out", copies_here)
+        patch.setattr(locked, "locked_memory", lambda words: np.zeros(words, np.uint32))
         yield waited

@@ -23,6 +23,7 @@ from ...execution.followers import ShownPictures
 from ...execution.media.language_inputs import SequencePictures
 from ...execution.micro_batches import TWO
 from ...kv.caches import PooledBlock, Slab
+from ..link.arrays import Launched
 from ..link.broken import Wholeness
 from ..link.connection import Connection
 from ..link.times import Times
@@ -40,6 +41,10 @@ need of them; and the number of tokens that the first stage gets on a connection
 
 NUMBERED = frozenset({"cut", "adopt_part", "adopt_slabs"})
 """Calls that return KV, which gets numbers."""
+
+KNOWN_MOST = 2 * TWO
+"""So many arrays of tokens are known that calls will tell: each micro-batch has one, and another one once sequences
+have joined or left."""
 
 COMPUTING = frozenset({"compute", "compute_ahead"})
 """Calls that return logits, which are not evaluated yet."""
@@ -78,7 +83,7 @@ class Leading:
         self._calls, self._wholeness, self.overlaps = calls, wholeness, overlaps
         self._tokens = tokens
         # Arrays of tokens that calls will tell, and what is sent of them.
-        self._known: deque[tuple[mx.array, mx.array | Callable[[], Sequence[int]]]] = deque(maxlen=2 * TWO)
+        self._known: list[tuple[mx.array, Launched | Callable[[], Sequence[int]]]] = []
         self._wanted = wanted or [Wanted()] * len(calls)
         self.count = len(calls)
         self.times = Times()
@@ -157,24 +162,32 @@ class Leading:
         """See `execution.followers.Followers`."""
         if self._tokens is None:
             return []
-        # MLX moves the memory of what another thread reads, and steps read these tokens.
-        copy = inputs + 0
-        self._known.append((inputs, copy))
-        return [copy]
+        there, launched = self._tokens.launchable(inputs)
+        self._note(inputs, launched)
+        return [there]
 
     def know(self, inputs: mx.array, tokens: Callable[[], Sequence[int]]) -> None:
         """See `execution.followers.Followers`."""
         if self._tokens is not None:
-            self._known.append((inputs, tokens))
+            self._note(inputs, tokens)
+
+    def _note(self, inputs: mx.array, what: Launched | Callable[[], Sequence[int]]) -> None:
+        self._known.append((inputs, what))
+        if len(self._known) > KNOWN_MOST:
+            _, unsent = self._known.pop(0)
+            if isinstance(unsent, Launched):
+                unsent.release()
 
     def _send_tokens(self, connection: Connection, inputs: mx.array) -> None:
-        known = next((known for each, known in self._known if each is inputs), None)
-        if known is None:
-            connection.send_launched(inputs + 0)
-        elif isinstance(known, mx.array):
-            connection.send_launched(known)
+        place = next((place for place, (each, _) in enumerate(self._known) if each is inputs), None)
+        if place is None:
+            connection.send_launched(inputs)
+            return
+        _, what = self._known.pop(place)
+        if isinstance(what, Launched):
+            connection.put_launched(what)
         else:
-            connection.send_numbers(known())
+            connection.send_numbers(what())
 
     def pass_tokens(self) -> None:
         """See `execution.followers.Followers`."""

@@ -36,10 +36,17 @@ class Plain(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """An array that the device still computes: its bytes, and what waits for it. Any thread may wait."""
+    """An array that the device still computes.
+
+    Attributes:
+        nbytes: how many bytes it has.
+        wait: waits for it, on any thread.
+        release: called once it is sent, or if it is not to be sent.
+    """
 
     nbytes: int
     wait: Callable[[], Plain]
+    release: Callable[[], object] = lambda: None
 
 
 class Outgoing:
@@ -121,6 +128,7 @@ class Outgoing:
             error = None
             try:
                 self._send(self._waited(array))
+                array.release()
             except Exception as raised:
                 error = _of(raised)
             with self._changed:

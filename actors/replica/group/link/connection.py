@@ -28,6 +28,7 @@ from ....kv_store.transfer.wire import pack, unpack
 from ...device.device import as_numpy, launched_as_numpy
 from .arrays import FAIL_S, Incoming, Launched, Outgoing, Plain
 from .gates import Gates
+from .locked import Lockers
 from .times import Times
 
 Address = tuple[str, int]
@@ -68,6 +69,7 @@ class Connection:
         failed: called with the reason, by another thread, if the device fails at an array that `send_launched` has, or
             if an array does not come that `await_array` has promised.
         gates: for arrays that are awaited by the device; None if it cannot.
+        lockers: take what `send_launched` sends; None if the device cannot write the host's memory.
         times: of the process: its threads' waits for the device, and sending.
     """
 
@@ -82,6 +84,7 @@ class Connection:
         self._incoming: Incoming | None = None
         self.failed: Callable[[str], object] = lambda why: None
         self.gates: Gates | None = None
+        self.lockers: Lockers | None = None
         self.times = Times()
         # Of the array that came last, as its name.
         self._dtype = ""
@@ -162,18 +165,37 @@ class Connection:
     def send_launched(self, array: mx.array) -> None:
         """As `send_array`, but launches the array and does not wait for the device: another thread does. So an error of
         the device may be reported there, and must be one that this thread's next wait reports too, as CUDA's are."""
-        dtype, shape = str(array.dtype).removeprefix("mlx.core."), array.shape
-        # NumPy has no bfloat16, and only this thread may launch anything.
-        words = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-        mx.async_eval(words)
+        there, launched = self.launchable(array)
+        mx.async_eval(there)
+        self.put_launched(launched)
+
+    def launchable(self, array: mx.array) -> tuple[mx.array, Launched]:
+        """Returns what must be launched before an array can be sent as by `send_launched`, and the argument of
+        `put_launched`, which sends it."""
+        dtype, shape, nbytes = str(array.dtype).removeprefix("mlx.core."), array.shape, array.nbytes
+        locker = None if self.lockers is None else self.lockers.take(nbytes)
+        # NumPy has no bfloat16. MLX may move the memory of what another thread reads, so that must be nobody else's.
+        there = array.view(mx.uint16) + 0 if dtype == "bfloat16" else array + 0
+        if locker is not None:
+            there = locker.put(array.reshape(-1).view(mx.uint32))
 
         def wait() -> Plain:
             with self.times.of("waiting for the device, to send"):
-                plain = np.ascontiguousarray(launched_as_numpy(words)).reshape(-1).view(np.uint8)
+                data = launched_as_numpy(there)
+            if locker is not None:
+                data = locker.memory
             self.times.is_there()
-            return Plain(dtype, shape, plain)
+            return Plain(dtype, shape, np.ascontiguousarray(data).reshape(-1).view(np.uint8)[:nbytes])
 
-        self._sending().put_launched(Launched(array.nbytes, wait))
+        def release() -> None:
+            if locker is not None and self.lockers is not None:
+                self.lockers.give_back(locker)
+
+        return there, Launched(nbytes, wait, release)
+
+    def put_launched(self, launched: Launched) -> None:
+        """Sends what `launchable` returned. Waits as `send_array`."""
+        self._sending().put_launched(launched)
 
     def send_numbers(self, numbers: Sequence[int]) -> None:
         """As `send_array`, for an array `(numbers,) uint32`."""

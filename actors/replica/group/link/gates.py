@@ -11,7 +11,6 @@ they run. Whether they do is tried first (`why_not`).
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import threading
@@ -25,7 +24,9 @@ import numpy as np
 
 from ...device.device import launched_as_numpy, size_class
 from ...kernels import gpu_kernels
+from . import locked
 from .arrays import Plain
+from .locked import WORD, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,23 +44,34 @@ THREADS = 1024
 GIVEN_UP = 2**31 - 1
 """Stands for the number of an array that does not come."""
 
-_WORD = 4
 _HEAD = 4
 """Words before an array: the number, and what makes the array begin at a multiple of 16 bytes."""
+
+PTX = """
+  #define ACQUIRE(x, from) asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory")
+  #define LOAD(x, from) asm volatile("ld.volatile.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory")
+  #define LOAD_FOUR(a, b, c, d, from) \\
+    asm volatile("ld.volatile.v4.u32 {%0, %1, %2, %3}, [%4];" \\
+        : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(from) : "memory")
+  #define NOW(nanoseconds) asm volatile("mov.u64 %0, %globaltimer;" : "=l"(nanoseconds))
+  #define PAUSE() asm volatile("nanosleep.u32 100;")
+  #define FAIL() asm volatile("trap;")
+"""
+"""What the kernel needs of the device. The loads pass no cache that the host's writes do not reach."""
 
 _BODY = """
   const unsigned* memory = (const unsigned*)((unsigned long long)place[0] | ((unsigned long long)place[1] << 32));
   if (THREAD == 0) {
     unsigned number;
     unsigned long long began, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(began));
+    NOW(began);
     while (true) {
-      asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(number) : "l"(memory) : "memory");
+      ACQUIRE(number, memory);
       if (number == turn[0]) break;
-      asm volatile("nanosleep.u32 100;");
-      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+      PAUSE();
+      NOW(now);
       if (number == GIVEN_UP || now - began > how[1] * 1000000ull) {
-        if (how[2]) asm volatile("trap;");
+        if (how[2]) FAIL();
         break;
       }
     }
@@ -69,28 +81,29 @@ _BODY = """
   const unsigned* came = memory + HEAD;
   for (int at = THREAD; at < whole; at += THREADS) {
     unsigned a, b, c, d;
-    asm volatile("ld.volatile.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(came + 4 * at) : "memory");
-    out[4 * at] = a; out[4 * at + 1] = b; out[4 * at + 2] = c; out[4 * at + 3] = d;
+    LOAD_FOUR(a, b, c, d, came + 4 * at);
+    out[4 * at] = a;
+    out[4 * at + 1] = b;
+    out[4 * at + 2] = c;
+    out[4 * at + 3] = d;
   }
   if (THREAD < words % 4) {
     unsigned word;
-    asm volatile("ld.volatile.u32 %0, [%1];" : "=r"(word) : "l"(came + 4 * whole + THREAD) : "memory");
+    LOAD(word, came + 4 * whole + THREAD);
     out[4 * whole + THREAD] = word;
   }
 """
-"""The loads pass no cache that the host's writes do not reach."""
 
 
 def wait_and_copy(place: mx.array, turn: int, words: int, *, wait_s: float, fails: bool = True) -> mx.array:
     """Returns the array of `words` words in memory of the host, `(words,) uint32`, once the number before it is `turn`.
 
     Args:
-        place: where the memory is, `(2,) uint32`: the lower half of the address and the upper one.
+        place: as `place_of`.
         fails: whether the device fails if that takes over `wait_s`, or if the number is `GIVEN_UP`; if not, it takes
             what is there.
     """
-    (out,) = gpu_kernels.kernel("gate", ("place", "turn", "how"), ("out",), _BODY)(
+    (out,) = gpu_kernels.kernel("gate", ("place", "turn", "how"), ("out",), PTX + _BODY)(
         inputs=[place, mx.array([turn], mx.uint32), gpu_kernels.int_numbers(words, int(1000 * wait_s), fails)],
         template=[("THREADS", THREADS), ("GIVEN_UP", GIVEN_UP), ("HEAD", _HEAD)],
         grid=(THREADS, 1, 1),
@@ -99,22 +112,6 @@ def wait_and_copy(place: mx.array, turn: int, words: int, *, wait_s: float, fail
         output_dtypes=[mx.uint32],
     )
     return out
-
-
-def locked_memory(words: int) -> np.ndarray:
-    """Returns memory of the host that kernels may read at the same address, `(words,) uint32`, of zeros. It is never
-    freed.
-
-    Raises:
-        OSError: there is none.
-    """
-    driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-    # CU_MEMHOSTALLOC_PORTABLE and CU_MEMHOSTALLOC_DEVICEMAP (CUDA's driver API).
-    if error := driver.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(_WORD * words), ctypes.c_uint(1 | 2)):
-        raise OSError(f"CUDA's error {error}")
-    memory = np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(address.value or 0))
-    memory[:] = 0
-    return memory
 
 
 @dataclass
@@ -135,15 +132,15 @@ class _Gate:
     order: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.place = mx.array(np.array([self.memory.ctypes.data], np.uint64).view(np.uint32))
+        self.place = place_of(self.memory)
 
     @classmethod
     def of(cls, nbytes: int) -> _Gate:
-        return cls(locked_memory(_HEAD + size_class(-(-nbytes // _WORD))))
+        return cls(locked.locked_memory(_HEAD + size_class(-(-nbytes // WORD))))
 
     @property
     def nbytes(self) -> int:
-        return self.memory.nbytes - _HEAD * _WORD
+        return self.memory.nbytes - _HEAD * WORD
 
 
 class Awaited:
@@ -165,14 +162,14 @@ class Awaited:
         """
         gate = self._gate
         if plain is not None:
-            gate.memory[_HEAD : _HEAD + len(plain.data) // _WORD] = plain.data.view(np.uint32)
+            gate.memory[_HEAD : _HEAD + len(plain.data) // WORD] = plain.data.view(np.uint32)
         # The array must be in memory before the number is, whatever the processor reorders.
         with gate.order:
             gate.memory[0] = GIVEN_UP if plain is None else self._turn
 
     def array(self, *, wait_s: float = WAIT_S, fails: bool = True) -> mx.array:
         """Returns the array. What is computed with it waits on the device. Arguments as for `wait_and_copy`."""
-        gate, words = self._gate, self._nbytes // _WORD
+        gate, words = self._gate, self._nbytes // WORD
         gate.copy = wait_and_copy(gate.place, self._turn, words, wait_s=wait_s, fails=fails)
         return gate.copy.view(self._dtype).reshape(self._shape)
 
@@ -186,7 +183,7 @@ class Gates:
     def await_one(self, shape: Sequence[int], dtype: mx.Dtype) -> Awaited | None:
         """Returns an array that comes later; None if such arrays are not awaited. Waits until a gate is free."""
         nbytes = math.prod(shape) * dtype.size
-        if nbytes > BYTES_MAX or nbytes % _WORD:
+        if nbytes > BYTES_MAX or nbytes % WORD:
             return None
         gate = self._free(nbytes)
         gate.turn = (gate.turn + 1) % GIVEN_UP
@@ -212,7 +209,7 @@ TRIALS, TRIAL_PAUSE_S, TRIAL_WAIT_S = 5, 0.002, 2.0
 def why_not() -> str:
     """Tries gates on this device. Returns why they cannot be used; empty if they can."""
     try:
-        locked_memory(1)
+        locked.locked_memory(1)
     except (OSError, AttributeError) as error:
         return f"no memory of the host can be shared with the device: {error}"
     return try_gates()
@@ -221,17 +218,18 @@ def why_not() -> str:
 def try_gates() -> str:
     """As `why_not`, with memory that can be shared. While the device waits at a gate, another thread must be able to
     read what was launched before, and to open the gate."""
-    gates, sent = Gates(), np.arange(4096, dtype=np.float32)
+    gates, lockers, sent = Gates(), locked.Lockers(2**20), np.arange(4096, dtype=np.float32)
     took: list[float] = []
     for trial in range(TRIALS):
-        before = mx.arange(2**20) + trial
+        locker = lockers.take(sent.nbytes)
+        assert locker is not None
+        before = locker.put(mx.arange(sent.size, dtype=mx.uint32) + trial)
         mx.async_eval(before)
         awaited = gates.await_one(sent.shape, mx.float32)
         assert awaited is not None
         behind = awaited.array(wait_s=TRIAL_WAIT_S, fails=False) + 1
         mx.async_eval(behind)
         opened_at: list[float] = []
-
         thread = threading.Thread(target=_open, args=(before, awaited, sent, opened_at), name="gate", daemon=True)
         began = time.monotonic()
         thread.start()
@@ -240,6 +238,9 @@ def try_gates() -> str:
         thread.join()
         if not np.array_equal(np.array(behind), sent + 1) or passed - began > TRIAL_WAIT_S:
             return "the device does not see what the host writes meanwhile"
+        if not np.array_equal(locker.memory[: sent.size], np.arange(sent.size) + trial):
+            return "the host does not see what the device writes"
+        lockers.give_back(locker)
         took.append(passed - opened_at[0])
         sent = sent + 1
     logger.info("a device that waits for an array goes on %.0f us after it came", 1e6 * min(took))

@@ -8,10 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.replica.group.link import gates
+from satchel.actors.replica.group.link import gates, locked
 from satchel.actors.replica.group.link.connection import Connection
+from satchel.actors.replica.kernels import gpu_kernels
 from satchel.cluster.errors import LinkError, LinkGarbage
 from tests.actors.replica.group.link.test_connection import connect
+from tests.worlds.kernels import cuda_on_cpu, emulator
 from tests.worlds.replica.group import on_a_thread
 from tests.worlds.replica.waiting import waiting_devices
 
@@ -99,9 +101,35 @@ def test_gates_are_not_used_where_the_device_cannot_read_the_hosts_memory(monkey
     def none(words: int) -> np.ndarray:
         raise OSError("no such file")
 
-    monkeypatch.setattr(gates, "locked_memory", none)
+    monkeypatch.setattr(locked, "locked_memory", none)
     assert "no such file" in gates.why_not()
     monkeypatch.undo()
     with waiting_devices(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(gates, "wait_and_copy", lambda place, turn, words, **how: mx.zeros(words, mx.uint32))
         assert "does not see" in gates.try_gates()
+
+
+IN_C = """
+  #define ACQUIRE(x, from) x = *(from)
+  #define LOAD(x, from) x = *(from)
+  #define LOAD_FOUR(a, b, c, d, from) a = (from)[0]; b = (from)[1]; c = (from)[2]; d = (from)[3]
+  #define NOW(nanoseconds) nanoseconds = 0
+  #define PAUSE()
+  #define FAIL()
+"""
+"""As `gates.PTX`, for memory that is there already."""
+
+
+@pytest.mark.skipif(bool(emulator.lacks()), reason=str(emulator.lacks()))
+def test_kernels_copy_arrays_of_any_size_into_memory_and_out_of_it(monkeypatch: pytest.MonkeyPatch):
+    """A gate also opens for an array that does not come; on a device that fails then, nobody gets it."""
+    monkeypatch.setattr(gpu_kernels, "kernel", cuda_on_cpu.kernel)
+    monkeypatch.setattr(gates, "PTX", IN_C)
+    for size in (1, 3, 8, 1023, 4099, 200_000):
+        memory = np.zeros(4 + size, np.uint32)
+        array = mx.arange(size, dtype=mx.uint32) + 7
+        mx.eval(locked.copy_out(array, locked.place_of(memory[4:])))
+        assert np.array_equal(memory[4:], np.arange(size) + 7)
+        for memory[0] in (5, gates.GIVEN_UP):
+            copy = gates.wait_and_copy(locked.place_of(memory), 5, size, wait_s=1.0)
+            assert mx.array_equal(copy, array)
