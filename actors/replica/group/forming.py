@@ -281,7 +281,8 @@ class Member:
         if why := gates.why_not():
             logger.warning("steps are launched once their inputs have come: %s", why)
             return
-        source.gates, target.lockers = gates.Gates(), Lockers(QUEUE_BYTES_MAX)
+        source.gates, source.lockers = gates.Gates(), Lockers(QUEUE_BYTES_MAX)
+        target.lockers = Lockers(QUEUE_BYTES_MAX)
 
     def memory_bytes_of(self, rank: int) -> int:
         """Returns what a follower may use for KV, as its last heartbeat said; 0 before the first. For the leader."""

@@ -52,5 +52,6 @@ def waiting_devices() -> Iterator[list[int]]:
         patch.setattr(gates, "why_not", lambda: "")
         patch.setattr(gates, "wait_and_copy", wait_and_copy)
         patch.setattr(locked, "copy_out", copies_here)
+        patch.setattr(locked, "copy_in", lambda place, words: mx.array(memory_at(place, words)))
         patch.setattr(locked, "locked_memory", lambda words: np.zeros(words, np.uint32))
         yield waited

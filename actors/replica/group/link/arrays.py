@@ -15,6 +15,7 @@ import numpy as np
 
 from .....cluster.errors import LinkError, SatchelError
 from .broken import in_words
+from .locked import Locker
 
 QUEUE_BYTES_MAX = 64 * 2**20
 """So many bytes may wait on each side; a single array may be larger."""
@@ -28,11 +29,13 @@ FAIL_S = 0.5
 
 
 class Plain(NamedTuple):
-    """An array as it passes: the name of its dtype, its shape, and its bytes, `(nbytes,) uint8`."""
+    """An array as it passes: the name of its dtype, its shape, and its bytes, `(nbytes,) uint8`, which may lie in a
+    locker."""
 
     dtype: str
     shape: Sequence[int]
     data: np.ndarray
+    locker: Locker | None = None
 
 
 class Launched(NamedTuple):

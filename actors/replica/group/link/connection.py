@@ -15,6 +15,7 @@ import socket
 import sys
 import termios
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from ....kv_store.transfer.wire import pack, unpack
 from ...device.device import as_numpy, launched_as_numpy
 from .arrays import FAIL_S, Incoming, Launched, Outgoing, Plain
 from .gates import Gates
-from .locked import Lockers
+from .locked import Locker, Lockers
 from .times import Times
 
 Address = tuple[str, int]
@@ -51,6 +52,9 @@ ARRAY_BYTES_MAX = 2**30
 INSIDE_BYTES = 2**20
 """An array of at most so many bytes is inside of its message: each wait for more costs a switch of threads."""
 
+COPIED_MOST = 2
+"""Of so many arrays that have come the lockers may still be in use."""
+
 _SO_NWRITE = 0x1024
 """On macOS: the bytes in a socket's send buffer, which keeps them until they are acknowledged (XNU's sys/socket.h)."""
 
@@ -69,7 +73,8 @@ class Connection:
         failed: called with the reason, by another thread, if the device fails at an array that `send_launched` has, or
             if an array does not come that `await_array` has promised.
         gates: for arrays that are awaited by the device; None if it cannot.
-        lockers: take what `send_launched` sends; None if the device cannot write the host's memory.
+        lockers: take what `send_launched` sends, and what is received; None if the device does not reach the host's
+            memory.
         times: of the process: its threads' waits for the device, and sending.
     """
 
@@ -88,6 +93,8 @@ class Connection:
         self.times = Times()
         # Of the array that came last, as its name.
         self._dtype = ""
+        # What the device copies out of lockers.
+        self._copied: deque[tuple[mx.array, Locker]] = deque()
 
     @classmethod
     def connect(cls, address: Address, key: bytes, peer: str, until: float) -> Connection:
@@ -173,7 +180,10 @@ class Connection:
         """Returns what must be launched before an array can be sent as by `send_launched`, and the argument of
         `put_launched`, which sends it."""
         dtype, shape, nbytes = str(array.dtype).removeprefix("mlx.core."), array.shape, array.nbytes
-        locker = None if self.lockers is None else self.lockers.take(nbytes)
+        locker = None
+        if self.lockers is not None and (locker := self.lockers.take(nbytes)) is None:
+            self.lockers.make(nbytes)
+            locker = self.lockers.take(nbytes)
         # NumPy has no bfloat16. MLX may move the memory of what another thread reads, so that must be nobody else's.
         there = array.view(mx.uint16) + 0 if dtype == "bfloat16" else array + 0
         if locker is not None:
@@ -245,7 +255,22 @@ class Connection:
         plain = self._receiving().take()
         if why := self._why_another(plain, shape):
             raise LinkGarbage(why)
-        return _array(plain)
+        return _array(plain) if self.lockers is None else self._out_of(plain, self.lockers)
+
+    def _out_of(self, plain: Plain, lockers: Lockers) -> mx.array:
+        """Returns an array that has come, which may lie in a locker."""
+        while len(self._copied) >= COPIED_MOST:
+            copy, locker = self._copied.popleft()
+            mx.eval(copy)
+            lockers.give_back(locker)
+        dtype, shape, data, locker = plain
+        if locker is None:
+            if len(data) > INSIDE_BYTES:
+                lockers.make(len(data))
+            return _array(plain)
+        copy = locker.get(len(data))
+        self._copied.append((copy, locker))
+        return copy.view(_DTYPES[dtype]).reshape(shape)
 
     def await_array(self, shape: Sequence[int]) -> mx.array:
         """Returns the next array, in the dtype of the one before it. With `gates` it need not have come yet: what is
@@ -314,7 +339,8 @@ class Connection:
                 raise LinkGarbage(f"hidden states of {nbytes} bytes were to come, not {inside[0]!r:.80}")
             self.times.came()
             return Plain(dtype, shape, np.frombuffer(inside[0], np.uint8))
-        data = np.empty(nbytes, np.uint8)
+        locker = None if self.lockers is None else self.lockers.take(nbytes)
+        data = np.empty(nbytes, np.uint8) if locker is None else locker.memory.view(np.uint8)[:nbytes]
 
         def take(piece: memoryview) -> None:
             nonlocal filled
@@ -323,7 +349,7 @@ class Connection:
 
         self._link.receive_bytes(nbytes, take)
         self.times.came()
-        return Plain(dtype, shape, data)
+        return Plain(dtype, shape, data, locker)
 
     def shut(self) -> None:
         """Ends the connection and all waits on it; from any thread."""
@@ -348,7 +374,7 @@ def _plain(array: mx.array) -> Plain:
 
 
 def _array(plain: Plain) -> mx.array:
-    dtype, shape, data = plain
+    dtype, shape, data, _ = plain
     if _DTYPES[dtype] == mx.bfloat16:
         return mx.array(data.view(np.uint16).reshape(shape)).view(mx.bfloat16)
     return mx.array(data.view(dtype).reshape(shape))

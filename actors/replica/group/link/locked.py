@@ -20,9 +20,10 @@ THREADS, GROUPS_MOST = 256, 512
 
 _COPY = """
   unsigned* memory = (unsigned*)((unsigned long long)place[0] | ((unsigned long long)place[1] << 32));
-  for (int at = GROUP * THREADS + THREAD; at < words[0]; at += GROUPS * THREADS) memory[at] = array[at];
-  if (GROUP == 0 && THREAD == 0) done[0] = 1;
+  for (int at = GROUP * THREADS + THREAD; at < words[0]; at += GROUPS * THREADS) MOVE;
 """
+_OUT = "  #define MOVE memory[at] = array[at]\n" + _COPY + "  if (GROUP == 0 && THREAD == 0) done[0] = 1;\n"
+_IN = "  #define MOVE array[at] = memory[at]\n" + _COPY
 
 
 def locked_memory(words: int) -> np.ndarray:
@@ -51,23 +52,34 @@ def copy_out(array: mx.array, place: mx.array) -> mx.array:
     Args:
         place: as `place_of`.
     """
-    groups = min(GROUPS_MOST, -(-array.size // THREADS))
-    (done,) = gpu_kernels.kernel("copy_out", ("array", "place", "words"), ("done",), _COPY)(
-        inputs=[array, place, gpu_kernels.int_numbers(array.size)],
+    return _launched("copy_out", ("array", "place", "words"), "done", _OUT, [array, place], array.size, (1,))
+
+
+def copy_in(place: mx.array, words: int) -> mx.array:
+    """Returns the array `(words,) uint32` that lies in memory of the host. Arguments as for `copy_out`."""
+    return _launched("copy_in", ("place", "words"), "array", _IN, [place], words, (words,))
+
+
+def _launched(
+    name: str, takes: tuple[str, ...], gives: str, body: str, given: list[mx.array], words: int, shape: tuple[int, ...]
+) -> mx.array:
+    groups = min(GROUPS_MOST, -(-words // THREADS))
+    (found,) = gpu_kernels.kernel(name, takes, (gives,), body)(
+        inputs=[*given, gpu_kernels.int_numbers(words)],
         template=[("THREADS", THREADS), ("GROUPS", groups)],
         grid=(groups * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(1,)],
+        output_shapes=[shape],
         output_dtypes=[mx.uint32],
     )
-    return done
+    return found
 
 
 class Locker:
-    """Locked memory for an array that is sent.
+    """Locked memory for an array that is sent or has come.
 
     Attributes:
-        memory: as words; kernels write it.
+        memory: as words.
     """
 
     def __init__(self, memory: np.ndarray) -> None:
@@ -77,9 +89,13 @@ class Locker:
         """As `copy_out`, into this memory."""
         return copy_out(words, self._place)
 
+    def get(self, nbytes: int) -> mx.array:
+        """As `copy_in`, of so many bytes of this memory."""
+        return copy_in(self._place, nbytes // WORD)
+
 
 class Lockers:
-    """Lockers that are used again and again. Used on the thread that computes.
+    """Lockers that are used again and again.
 
     Args:
         bytes_max: of all of them.
@@ -90,18 +106,18 @@ class Lockers:
         self._free: dict[int, list[Locker]] = {}
 
     def take(self, nbytes: int) -> Locker | None:
-        """Returns a locker for so many bytes, until it is given back; None if there is no room, or for a part of a
-        word."""
-        if nbytes % WORD:
-            return None
-        words = size_class(nbytes // WORD)
-        if free := self._free.setdefault(words, []):
-            return free.pop()
-        if WORD * words > self._left:
-            return None
-        self._left -= WORD * words
-        return Locker(locked_memory(words))
+        """Returns a locker for so many bytes, until it is given back; None if none is free, or for a part of a word.
+        From any thread."""
+        free = self._free.get(size_class(nbytes // WORD), [])
+        return free.pop() if free and not nbytes % WORD else None
 
     def give_back(self, locker: Locker) -> None:
         """Takes a locker back, from any thread."""
         self._free[len(locker.memory)].append(locker)
+
+    def make(self, nbytes: int) -> None:
+        """Makes another locker for so many bytes, if there is room. On the thread that computes."""
+        words = size_class(nbytes // WORD)
+        if WORD * words <= self._left:
+            self._left -= WORD * words
+            self._free.setdefault(words, []).append(Locker(locked_memory(words)))

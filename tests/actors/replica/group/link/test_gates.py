@@ -25,7 +25,8 @@ def two() -> Iterator[Two]:
     """The second one's device waits."""
     near, far = connect()
     with waiting_devices():
-        far.gates = gates.Gates()
+        far.gates, far.lockers = gates.Gates(), locked.Lockers(2**24)
+        near.lockers = locked.Lockers(2**24)
         yield near, far
     near.close()
     far.close()
@@ -43,6 +44,16 @@ def test_awaited_arrays_are_those_that_were_sent_in_order_and_more_than_there_ar
         for array, shape in zip(sent, shapes, strict=True):
             came = far.await_array(shape)
             assert came.dtype == dtype and mx.array_equal(came, array)
+
+
+def test_large_arrays_go_through_lockers_which_are_used_again(two: Two):
+    """Some come before there is a locker, and none is given to another array too early."""
+    near, far = two
+    sent = [mx.random.normal((1, 1025, 512)).astype(mx.bfloat16) + number for number in range(8)]
+    mx.eval(sent)
+    with on_a_thread(lambda: [near.send_launched(array) for array in sent]):
+        came = [far.receive_array((1, 1025, 512)) for _ in sent]
+    assert all(mx.array_equal(one, other) for one, other in zip(came, sent, strict=True))
 
 
 def test_what_is_launched_is_sent_once_it_is_there(two: Two):
@@ -130,6 +141,7 @@ def test_kernels_copy_arrays_of_any_size_into_memory_and_out_of_it(monkeypatch: 
         array = mx.arange(size, dtype=mx.uint32) + 7
         mx.eval(locked.copy_out(array, locked.place_of(memory[4:])))
         assert np.array_equal(memory[4:], np.arange(size) + 7)
+        assert mx.array_equal(locked.copy_in(locked.place_of(memory[4:]), size), array)
         for memory[0] in (5, gates.GIVEN_UP):
             copy = gates.wait_and_copy(locked.place_of(memory), 5, size, wait_s=1.0)
             assert mx.array_equal(copy, array)
