@@ -111,13 +111,15 @@ class Whims(MicroBatchRule):
         return self._chosen
 
 
-def live(bench: Bench, seed: int, lengths: Sequence[int] = (3, 60, 255, 300, 700)) -> dict[str, Received]:
+def live(
+    bench: Bench, seed: int, lengths: Sequence[int] = (3, 60, 255, 300, 700), count: int = 14
+) -> dict[str, Received]:
     """Sequences of random lengths and samplings come and go at random steps; some are left in mid-answer. Returns what
     those that ended by themselves received."""
     rng = random.Random(seed)
     left, names = set[str](), list[str]()
     prompts = [[rng.randrange(10, 3000) for _ in range(rng.choice(lengths))] for _ in range(8)]
-    while len(names) < 14:
+    while len(names) < count:
         for _ in range(rng.choice((1, 1, 2, 5))):
             prompt = rng.choice(prompts)[: rng.choice((None, 100))]
             names.append(str(len(names)))
@@ -220,10 +222,10 @@ def test_steps_that_are_launched_before_their_inputs_have_come_answer_as_one_pro
             weights="stored",
             warm=False,
         )
-        expected = live(Bench(loaded, sequences_max=16), 3)
+        expected = live(Bench(loaded, sequences_max=16), 3, (3, 60, 300), 8)
         with group(folder, stops, 100) as led:
             led.bench.engine.executor.rule = Whims(random.Random(3))
-            found = live(led.bench, 3)
+            found = live(led.bench, 3, (3, 60, 300), 8)
             assert led.bench.engine.executor.runs_ahead
     width = loaded.model.args.hidden_size
     assert any(words % width for words in waited) and any(words % width == 0 for words in waited)

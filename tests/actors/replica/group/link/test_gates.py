@@ -142,6 +142,7 @@ def test_kernels_copy_arrays_of_any_size_into_memory_and_out_of_it(monkeypatch: 
         mx.eval(locked.copy_out(array, locked.place_of(memory[4:])))
         assert np.array_equal(memory[4:], np.arange(size) + 7)
         assert mx.array_equal(locked.copy_in(locked.place_of(memory[4:]), size), array)
-        for memory[0] in (5, gates.GIVEN_UP):
+        for number in (5, gates.GIVEN_UP):
+            memory[0] = number
             copy = gates.wait_and_copy(locked.place_of(memory), 5, size, wait_s=1.0)
             assert mx.array_equal(copy, array)
