@@ -23,13 +23,9 @@ from ..execution.batch import Batch
 from ..execution.loaded_model import LoadedModel
 from .calls.following import Following
 from .calls.leading import Leading
-from .division.pipeline import PipelinedStage
-from .link import gates
-from .link.arrays import QUEUE_BYTES_MAX
 from .link.broken import Wholeness
 from .link.connection import FAILED, HANDSHAKE_S, Address, Connection
 from .link.heartbeats import Heartbeats
-from .link.locked import Lockers
 from .link.times import Times
 from .pictures.picture_messages import Wanted
 from .tensor.member import Joining
@@ -201,7 +197,7 @@ class Member:
                 self._begin_heartbeats(beating)
                 tokens = self._connect(addresses[0], 0, _TOKENS)
                 (loaded.model.before,) = self._accept([_STATES])
-                self._let_wait(loaded.model, loaded.model.before, tokens)
+                loaded.model.times = self.times
             ranks = [Rank(**connection.expect(_RANK, self._until)) for connection in calls]
             if why := why_not([*ranks, Rank.of(loaded, batch)]):
                 for connection in calls:
@@ -242,7 +238,7 @@ class Member:
             tokens = before[0] if before and not self._rank else None
             batch = Batch(loaded)
             if after is not None:
-                self._let_wait(loaded.model, before[0], after)
+                loaded.model.tokens, loaded.model.times = tokens, self.times
                 batch.runs_ahead = batch.may_run_ahead
                 loaded.model.before_launch = batch.wait_for_prefill
             calls.send(_RANK, asdict(Rank.of(loaded, batch)))
@@ -271,18 +267,6 @@ class Member:
         if not leads:
             self._begin_heartbeats([(self._connect(after, self._rank + 1, _NEIGHBOUR), f"stage {self._rank + 1}")])
         return connection
-
-    def _let_wait(self, stage: PipelinedStage, source: Connection, target: Connection) -> None:
-        """Lets the device wait for what comes from a connection, and write what goes to another one where threads can
-        send it, if it can."""
-        stage.times = self.times
-        if not stage.launches:
-            return
-        if why := gates.why_not():
-            logger.warning("steps are launched once their inputs have come: %s", why)
-            return
-        source.gates, source.lockers = gates.Gates(), Lockers(QUEUE_BYTES_MAX)
-        target.lockers = Lockers(QUEUE_BYTES_MAX)
 
     def memory_bytes_of(self, rank: int) -> int:
         """Returns what a follower may use for KV, as its last heartbeat said; 0 before the first. For the leader."""

@@ -173,10 +173,7 @@ class Leading:
 
     def _note(self, inputs: mx.array, what: Launched | Callable[[], Sequence[int]]) -> None:
         self._known.append((inputs, what))
-        if len(self._known) > KNOWN_MOST:
-            _, unsent = self._known.pop(0)
-            if isinstance(unsent, Launched):
-                unsent.release()
+        del self._known[:-KNOWN_MOST]
 
     def _send_tokens(self, connection: Connection, inputs: mx.array) -> None:
         place = next((place for place, (each, _) in enumerate(self._known) if each is inputs), None)

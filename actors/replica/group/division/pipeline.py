@@ -26,6 +26,7 @@ class PipelinedStage:
 
     Attributes:
         before, after: the connections to the neighbours; None at the ends of the model, and while nothing is connected.
+        tokens: the connection on which the first stage awaits tokens; None for other stages.
         launches: whether hidden states that the device still computes are handed to another thread, which waits for
             them and sends them. MLX must report an error of the device to every thread, as it does on CUDA.
         before_launch: called before those of a prompt's piece are launched.
@@ -35,6 +36,7 @@ class PipelinedStage:
     def __init__(self, stage: Stage) -> None:
         self.before: Connection | None = None
         self.after: Connection | None = None
+        self.tokens: Connection | None = None
         self.launches = on_cuda()
         self.before_launch: Callable[[], object] = lambda: None
         self.times = Times()
@@ -54,6 +56,7 @@ class PipelinedStage:
             LinkError: a neighbour is gone, or has failed.
         """
         hidden = self.received(*tokens.shape)
+        self.settle()
         with self.times.of("building a prompt's piece"):
             states = self.compute(tokens, cache, hidden, **given)
         if self.after is not None:
@@ -71,12 +74,15 @@ class PipelinedStage:
             return self.before.receive_array((sequences, tokens, self.stage.width))
 
     def awaited(self, sequences: int) -> mx.array | None:
-        """As `received` for one token of each sequence, but on a device that can wait they need not have come yet.
-        Raises as `__call__`."""
-        if self.before is None:
-            return None
-        with self.times.of("waiting for hidden states"):
-            return self.before.await_array((sequences, 1, self.stage.width))
+        """As `received` for one token of each sequence, but they need not have come before `settle`."""
+        return None if self.before is None else self.before.await_array((sequences, 1, self.stage.width))
+
+    def settle(self) -> None:
+        """Waits until all has come with which graphs were built. Raises as `__call__`."""
+        with self.times.of("waiting for what a step needs"):
+            for connection in (self.before, self.tokens):
+                if connection is not None:
+                    connection.wait_came()
 
     def pass_on(self, states: mx.array) -> None:
         """Sends hidden states, if a stage is connected after this one. Raises as `__call__`."""
@@ -107,8 +113,8 @@ class PipelinedStage:
 
 
 class RecordedStage(CompiledStep):
-    """Decode steps of a stage. Hidden states come and go between two recorded graphs, which a device that can wait has
-    before the hidden states."""
+    """Decode steps of a stage. Hidden states come and go between two recorded graphs. A graph is built before its
+    hidden states have come."""
 
     def __init__(
         self,
@@ -138,5 +144,6 @@ class RecordedStage(CompiledStep):
         with self._stage.times.of("building a step"):
             states = super().__call__(inputs, caches, extra if hidden is None else {**extra, "hidden": hidden})
         assert states is not None
+        self._stage.settle()
         self._stage.pass_on(states[:, None])
         return states

@@ -15,7 +15,6 @@ import numpy as np
 
 from .....cluster.errors import LinkError, SatchelError
 from .broken import in_words
-from .locked import Locker
 
 QUEUE_BYTES_MAX = 64 * 2**20
 """So many bytes may wait on each side; a single array may be larger."""
@@ -29,13 +28,11 @@ FAIL_S = 0.5
 
 
 class Plain(NamedTuple):
-    """An array as it passes: the name of its dtype, its shape, and its bytes, `(nbytes,) uint8`, which may lie in a
-    locker."""
+    """An array as it passes: the name of its dtype, its shape, and its bytes, `(nbytes,) uint8`."""
 
     dtype: str
     shape: Sequence[int]
     data: np.ndarray
-    locker: Locker | None = None
 
 
 class Launched(NamedTuple):
@@ -44,12 +41,10 @@ class Launched(NamedTuple):
     Attributes:
         nbytes: how many bytes it has.
         wait: waits for it, on any thread.
-        release: called once it is sent, or if it is not to be sent.
     """
 
     nbytes: int
     wait: Callable[[], Plain]
-    release: Callable[[], object] = lambda: None
 
 
 class Outgoing:
@@ -131,7 +126,6 @@ class Outgoing:
             error = None
             try:
                 self._send(self._waited(array))
-                array.release()
             except Exception as raised:
                 error = _of(raised)
             with self._changed:
@@ -158,11 +152,10 @@ class Incoming:
 
     Args:
         receive: waits for the next one; raises `SatchelError` if none comes any more.
-        failed: called with the reason if arrays are awaited that do not come any more, before these are given up.
     """
 
-    def __init__(self, receive: Callable[[], Plain], failed: Callable[[str], object] = lambda why: None) -> None:
-        self._receive, self._failed = receive, failed
+    def __init__(self, receive: Callable[[], Plain]) -> None:
+        self._receive = receive
         self._changed = threading.Condition()
         self._came: deque[Plain] = deque()
         # Those who are given the next arrays; what has come is older.
@@ -244,8 +237,6 @@ class Incoming:
             self._error = error
             awaited, self._awaited = self._awaited, deque()
             self._changed.notify_all()
-        if awaited:
-            self._failed(in_words(error))
         for give in awaited:
             give(None)
 

@@ -14,6 +14,7 @@ import selectors
 import socket
 import sys
 import termios
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,8 +29,6 @@ from ....kv_store.transfer.link import Link
 from ....kv_store.transfer.wire import pack, unpack
 from ...device.device import as_numpy, launched_as_numpy
 from .arrays import FAIL_S, Incoming, Launched, Outgoing, Plain
-from .gates import Gates
-from .locked import Locker, Lockers
 from .times import Times
 
 Address = tuple[str, int]
@@ -52,9 +51,6 @@ ARRAY_BYTES_MAX = 2**30
 INSIDE_BYTES = 2**20
 """An array of at most so many bytes is inside of its message: each wait for more costs a switch of threads."""
 
-COPIED_MOST = 2
-"""Of so many arrays that have come the lockers may still be in use."""
-
 _SO_NWRITE = 0x1024
 """On macOS: the bytes in a socket's send buffer, which keeps them until they are acknowledged (XNU's sys/socket.h)."""
 
@@ -70,11 +66,7 @@ class Connection:
         seals: from the handshake.
 
     Attributes:
-        failed: called with the reason, by another thread, if the device fails at an array that `send_launched` has, or
-            if an array does not come that `await_array` has promised.
-        gates: for arrays that are awaited by the device; None if it cannot.
-        lockers: take what `send_launched` sends, and what is received; None if the device does not reach the host's
-            memory.
+        failed: called with the reason, by another thread, if the device fails at an array that `send_launched` has.
         times: of the process: its threads' waits for the device, and sending.
     """
 
@@ -88,13 +80,11 @@ class Connection:
         self._outgoing: Outgoing | None = None
         self._incoming: Incoming | None = None
         self.failed: Callable[[str], object] = lambda why: None
-        self.gates: Gates | None = None
-        self.lockers: Lockers | None = None
         self.times = Times()
         # Of the array that came last, as its name.
         self._dtype = ""
-        # What the device copies out of lockers.
-        self._copied: deque[tuple[mx.array, Locker]] = deque()
+        # What was promised by `await_array` and was not waited for yet.
+        self._awaited: deque[_Awaited] = deque()
 
     @classmethod
     def connect(cls, address: Address, key: bytes, peer: str, until: float) -> Connection:
@@ -179,29 +169,17 @@ class Connection:
     def launchable(self, array: mx.array) -> tuple[mx.array, Launched]:
         """Returns what must be launched before an array can be sent as by `send_launched`, and the argument of
         `put_launched`, which sends it."""
-        dtype, shape, nbytes = str(array.dtype).removeprefix("mlx.core."), array.shape, array.nbytes
-        locker = None
-        if self.lockers is not None and (locker := self.lockers.take(nbytes)) is None:
-            self.lockers.make(nbytes)
-            locker = self.lockers.take(nbytes)
+        dtype, shape = str(array.dtype).removeprefix("mlx.core."), array.shape
         # NumPy has no bfloat16. MLX may move the memory of what another thread reads, so that must be nobody else's.
-        there = array.view(mx.uint16) + 0 if dtype == "bfloat16" else array + 0
-        if locker is not None:
-            there = locker.put(array.reshape(-1).view(mx.uint32))
+        there = (array.view(mx.uint16) if dtype == "bfloat16" else array) + 0
 
         def wait() -> Plain:
             with self.times.of("waiting for the device, to send"):
-                data = launched_as_numpy(there)
-            if locker is not None:
-                data = locker.memory
+                data = np.ascontiguousarray(launched_as_numpy(there)).reshape(-1).view(np.uint8)
             self.times.is_there()
-            return Plain(dtype, shape, np.ascontiguousarray(data).reshape(-1).view(np.uint8)[:nbytes])
+            return Plain(dtype, shape, data)
 
-        def release() -> None:
-            if locker is not None and self.lockers is not None:
-                self.lockers.give_back(locker)
-
-        return there, Launched(nbytes, wait, release)
+        return there, Launched(array.nbytes, wait)
 
     def put_launched(self, launched: Launched) -> None:
         """Sends what `launchable` returned. Waits as `send_array`."""
@@ -253,62 +231,41 @@ class Connection:
             LinkGarbage: something else came, or an array of another shape.
         """
         plain = self._receiving().take()
-        if why := self._why_another(plain, shape):
+        self._dtype = plain.dtype
+        if why := _why_another(plain, shape):
             raise LinkGarbage(why)
-        return _array(plain) if self.lockers is None else self._out_of(plain, self.lockers)
-
-    def _out_of(self, plain: Plain, lockers: Lockers) -> mx.array:
-        """Returns an array that has come, which may lie in a locker."""
-        while len(self._copied) >= COPIED_MOST:
-            copy, locker = self._copied.popleft()
-            mx.eval(copy)
-            lockers.give_back(locker)
-        dtype, shape, data, locker = plain
-        if locker is None:
-            if len(data) > INSIDE_BYTES:
-                lockers.make(len(data))
-            return _array(plain)
-        copy = locker.get(len(data))
-        self._copied.append((copy, locker))
-        return copy.view(_DTYPES[dtype]).reshape(shape)
+        return _array(plain)
 
     def await_array(self, shape: Sequence[int]) -> mx.array:
-        """Returns the next array, in the dtype of the one before it. With `gates` it need not have come yet: what is
-        launched with it waits on the device. If it does not come, `failed` is called, and the device fails.
+        """Returns the next array, in the dtype of the one before it. It need not have come yet: a graph can be built
+        with it, which may be launched after `wait_came`.
 
         Raises:
             LinkError: as `receive_array`, if it has to be waited for here, or if it is known that it does not come.
         """
         incoming = self._receiving()
-        if self.gates is None or not self._dtype or incoming.ready:
+        if not self._dtype or incoming.ready:
             return self.receive_array(shape)
-        dtype = self._dtype
-        awaited = self.gates.await_one(shape, _DTYPES[dtype])
-        if awaited is None:
-            return self.receive_array(shape)
+        awaited = _Awaited(shape, self._dtype)
+        incoming.give_next(awaited.give)
+        self._awaited.append(awaited)
+        return awaited.array
 
-        def give(plain: Plain | None) -> None:
-            why = "" if plain is None else self._why_another(plain, shape, dtype)
-            if why:
-                self.failed(why)
-            awaited.give(None if why else plain)
-            if why:
-                raise LinkGarbage(why)
-
-        incoming.give_next(give)
-        return awaited.array()
+    def wait_came(self) -> None:
+        """Waits until all arrays have come that `await_array` has returned. Raises as `receive_array`."""
+        while self._awaited:
+            awaited = self._awaited.popleft()
+            awaited.came.wait()
+            if awaited.why:
+                raise LinkGarbage(awaited.why)
+            if awaited.lost:
+                # Raises why.
+                self._receiving().take()
 
     def _receiving(self) -> Incoming:
         if self._incoming is None:
-            self._incoming = Incoming(self._receive_plain, self.failed)
+            self._incoming = Incoming(self._receive_plain)
         return self._incoming
-
-    def _why_another(self, plain: Plain, shape: Sequence[int], dtype: str = "") -> str:
-        """Returns why an array is not the one to come; empty if it is."""
-        self._dtype = plain.dtype
-        if [*plain.shape] == [*shape] and dtype in ("", plain.dtype):
-            return ""
-        return f"hidden states of the shape {[*shape]} were to come, not {plain.dtype} {[*plain.shape]}"
 
     def fail(self, why: str) -> None:
         """Tells the peer why this process ends, after the arrays that wait to be sent, if that does not take long."""
@@ -339,8 +296,7 @@ class Connection:
                 raise LinkGarbage(f"hidden states of {nbytes} bytes were to come, not {inside[0]!r:.80}")
             self.times.came()
             return Plain(dtype, shape, np.frombuffer(inside[0], np.uint8))
-        locker = None if self.lockers is None else self.lockers.take(nbytes)
-        data = np.empty(nbytes, np.uint8) if locker is None else locker.memory.view(np.uint8)[:nbytes]
+        data = np.empty(nbytes, np.uint8)
 
         def take(piece: memoryview) -> None:
             nonlocal filled
@@ -349,7 +305,7 @@ class Connection:
 
         self._link.receive_bytes(nbytes, take)
         self.times.came()
-        return Plain(dtype, shape, data, locker)
+        return Plain(dtype, shape, data)
 
     def shut(self) -> None:
         """Ends the connection and all waits on it; from any thread."""
@@ -367,6 +323,45 @@ class Connection:
         self._sock.close()
 
 
+class _Awaited:
+    """An array that is still to come.
+
+    Args:
+        dtype: its name.
+
+    Attributes:
+        array: the array; its memory is written when it comes.
+        came: set when it has come, or does not come.
+        lost, why: whether it does not come; why what came is another one, or empty.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: str) -> None:
+        self._shape, self._dtype = shape, dtype
+        words = np.uint16 if dtype == "bfloat16" else np.dtype(dtype)
+        memory = mx.array(np.zeros([*shape], words))
+        # A view. Nothing else reads the memory before it is written: nothing was launched with it.
+        self._memory = np.array(memory, copy=False)
+        self.array = memory.view(mx.bfloat16) if dtype == "bfloat16" else memory
+        self.came, self.lost, self.why = threading.Event(), False, ""
+
+    def give(self, plain: Plain | None) -> None:
+        """Writes what has come; None if nothing comes. On the thread that receives."""
+        if plain is None:
+            self.lost = True
+        elif not (why := _why_another(plain, self._shape, self._dtype)):
+            self._memory.reshape(-1).view(np.uint8)[:] = plain.data
+        else:
+            self.why = why
+        self.came.set()
+
+
+def _why_another(plain: Plain, shape: Sequence[int], dtype: str = "") -> str:
+    """Returns why an array is not the one to come; empty if it is."""
+    if [*plain.shape] == [*shape] and dtype in ("", plain.dtype):
+        return ""
+    return f"hidden states of the shape {[*shape]} were to come, not {plain.dtype} {[*plain.shape]}"
+
+
 def _plain(array: mx.array) -> Plain:
     dtype = str(array.dtype).removeprefix("mlx.core.")
     plain = as_numpy(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
@@ -374,7 +369,7 @@ def _plain(array: mx.array) -> Plain:
 
 
 def _array(plain: Plain) -> mx.array:
-    dtype, shape, data, _ = plain
+    dtype, shape, data = plain
     if _DTYPES[dtype] == mx.bfloat16:
         return mx.array(data.view(np.uint16).reshape(shape)).view(mx.bfloat16)
     return mx.array(data.view(dtype).reshape(shape))

@@ -33,7 +33,6 @@ from tests.worlds.models.families import write_model
 from tests.worlds.replica import fake_kernels
 from tests.worlds.replica.bench import Bench, Received
 from tests.worlds.replica.group import GROUP, KEY, TIMES, Fault, Led, listener, on_a_thread
-from tests.worlds.replica.waiting import waiting_devices
 
 LAYERS = 4
 
@@ -200,20 +199,19 @@ def test_stages_record_their_steps_where_a_gpu_has_kernels_and_answer_as_one_pro
 
 
 @contextmanager
-def launching_ahead() -> Iterator[list[int]]:
-    """Lets stages launch what comes before their inputs have come, as on CUDA. Gives the words of all that was
-    awaited."""
-    with waiting_devices() as waited, pytest.MonkeyPatch.context() as patch:
+def launching() -> Iterator[None]:
+    """Lets stages hand on what is not computed yet, and prompts run ahead, as on CUDA."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "on_cuda", lambda: True)
         patch.setattr(prefilling, "on_gpu", lambda: True)
         patch.setattr(prefilling, "on_cuda", lambda: True)
-        yield waited
+        yield
 
 
 @pytest.mark.parametrize("stops", [[2, LAYERS], pytest.param([1, 3, LAYERS], marks=pytest.mark.slow)])
-def test_steps_that_are_launched_before_their_inputs_have_come_answer_as_one_process(folder: Path, stops: list[int]):
+def test_what_is_handed_on_before_it_is_computed_answers_as_one_process(folder: Path, stops: list[int]):
     """Tokens and hidden states pass on threads of their own, and nobody waits for what only its own wait holds up."""
-    with fake_kernels.kernels(), launching_ahead() as waited:
+    with fake_kernels.kernels(), launching():
         loaded = models.load(
             str(folder),
             context_tokens_max=None,
@@ -227,8 +225,6 @@ def test_steps_that_are_launched_before_their_inputs_have_come_answer_as_one_pro
             led.bench.engine.executor.rule = Whims(random.Random(3))
             found = live(led.bench, 3, (3, 60, 300), 8)
             assert led.bench.engine.executor.runs_ahead
-    width = loaded.model.args.hidden_size
-    assert any(words % width for words in waited) and any(words % width == 0 for words in waited)
     common = expected.keys() & found.keys()
     assert len(common) >= 4
     for name in common:
