@@ -7,9 +7,12 @@ It is asked as `process.py` is, and for where its time goes.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
+import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from satchel.actors.replica.execution.loaded_model import LoadedModel
@@ -20,6 +23,9 @@ from satchel.actors.rpc.shell import SWITCH_S
 
 from ..cluster.worker import answer
 from .process import GROUP, KEY, TIMES, Call, Follower, Process
+
+LIMIT_S = 120.0
+"""The time limit of an answer."""
 
 
 class StageProcess(Process):
@@ -38,6 +44,9 @@ class StageProcess(Process):
         finally:
             self._member.close()
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def way(self) -> str:
         """How it reads KV in decode steps."""
         return self._loaded.way.describe()
@@ -52,6 +61,19 @@ class StageProcess(Process):
         return []
 
 
+def limited(ask: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Returns `ask`, but if an answer takes too long, all threads' stacks go to the log and the process ends."""
+
+    def asked(question: list[Any]) -> Any:
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+        try:
+            return ask(question)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    return asked
+
+
 def main() -> None:
     # A start may write to standard output, which has the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -64,10 +86,13 @@ def main() -> None:
     given: tuple[Any, ...] = folder, int(start), int(stop), int(layers), host
     if stop == layers:
         process = StageProcess(*given)
-        answer(lambda question: getattr(process, question[0])(*question[1:]))
+        answer(limited(lambda question: getattr(process, question[0])(*question[1:])))
         process.close()
     else:
-        answer(Follower(*given, kind=StageProcess).ask)
+        follower = Follower(*given, kind=StageProcess)
+        # It follows on another thread, so it is asked for its stacks when the leader does not answer.
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        answer(follower.ask)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ others, and threads do them at the same time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +33,7 @@ from ..serve.shapes import SHAPES
 from .measured import ANSWER_S, Measured
 
 PARTS = ("decoding", "prefill")
+LOG_CHARACTERS = 6000
 LEAST_SHARE = 0.005
 """What takes less of the time is left out."""
 
@@ -80,21 +83,20 @@ class Bench:
         with Worker(program("group.written", self._folder, options.model, dtype), work / "written.log") as writer:
             writer.ask([], ANSWER_S)
         layers = shape.layers
+        say("  written")
         self.whole, _ = stack.enter_context(self._processes([layers]))
         self.stages, self._workers = stack.enter_context(self._processes([layers // 2, layers]))
         for name in ("whole", "stages"):
             began = time.monotonic()
             # What is compiled at the first use is compiled here.
-            for tokens in (1000, *options.prompts):
-                self._ask(name, "prefill", tokens)
-            for rows in options.rows:
-                self._ask(name, "decode", rows, options.tokens, 60)
+            for question in [
+                *(("prefill", tokens) for tokens in (1000, *options.prompts)),
+                *(("decode", rows, options.tokens, 60) for rows in options.rows),
+            ]:
+                say(f"  {name}: {question[0]} of {question[1]}")
+                self._ask(name, *question)
             way = getattr(self, name).leader.ask(["way"])
             say(f"  {name} warmed up in {time.monotonic() - began:.0f} s; decodes {way}")
-        for number in range(len(self._workers)):
-            for line in self._log(number, len(self._workers)).read_text(errors="replace").splitlines():
-                if ".group." in line:
-                    say(f"  stage {number}: {line}")
 
     def _log(self, number: int, count: int) -> Path:
         return self._work / f"stage-{number}-of-{count}.log"
@@ -102,14 +104,28 @@ class Bench:
     @contextmanager
     def _processes(self, stops: Sequence[int]) -> Iterator[tuple[Measured, list[Worker]]]:
         with ExitStack() as stack:
-            workers = []
+            workers: list[Worker] = []
+            pids: list[int] = []
             for number, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
                 command = program("group.stage", self._folder, start, stop, stops[-1], "127.0.0.1")
                 environment = {**os.environ, **mlx_settings(default_home()), "CUDA_VISIBLE_DEVICES": str(number)}
                 workers.append(stack.enter_context(Worker(command, self._log(number, len(stops)), environment)))
-            yield Measured(workers), workers
+            try:
+                pids = [worker.ask(["pid"], ANSWER_S) for worker in workers[:-1]]
+                yield Measured(workers), workers
+            except RuntimeError:
+                # One has ended, and its log says where it stood. The others compute on threads of their own.
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGUSR1)
+                time.sleep(1.0)
+                for number in range(len(stops)):
+                    log = self._log(number, len(stops)).read_text(errors="replace")
+                    say(f"--- stage {number} of {len(stops)}\n{log[-LOG_CHARACTERS:]}")
+                raise
 
     def _ask(self, name: str, *question: Any) -> dict[str, float]:
+        """Raises `RuntimeError` if there is no answer within `stage.LIMIT_S`."""
         return getattr(self, name).ask(*question)
 
     def _beside(self, measure: Callable[[str], float]) -> list[tuple[float, float]]:
