@@ -170,8 +170,9 @@ class Connection:
         """Returns what must be launched before an array can be sent as by `send_launched`, and the argument of
         `put_launched`, which sends it."""
         dtype, shape = str(array.dtype).removeprefix("mlx.core."), array.shape
-        # NumPy has no bfloat16. MLX may move the memory of what another thread reads, so that must be nobody else's.
-        there = (array.view(mx.uint16) if dtype == "bfloat16" else array) + 0
+        # MLX may move the memory of what another thread reads, so that must be nobody else's: a copy, of words, because
+        # adding would change the sign of a float's zero.
+        there = array.view(mx.uint16 if array.dtype.size == 2 else mx.uint32) + 0
 
         def wait() -> Plain:
             with self.times.of("waiting for the device, to send"):

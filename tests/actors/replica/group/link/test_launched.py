@@ -42,13 +42,16 @@ def test_graphs_that_are_built_before_their_inputs_have_come_compute_with_them(t
         assert mx.array_equal(result, run(array)) and mx.array_equal(result[:-1], (array * 2).astype(mx.float32))
 
 
-def test_what_is_launched_is_sent_once_it_is_there(two: Two):
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_what_is_launched_is_sent_to_the_bit_once_it_is_there(two: Two, dtype: mx.Dtype):
     near, far = two
-    array = mx.random.normal((2, 3, 64)).astype(mx.bfloat16)
+    array = mx.random.normal((2, 3, 64)).astype(dtype)
+    array[0, 0, :3] = mx.array([float("nan"), float("-inf"), -0.0])
     near.send_launched(array)
     near.send_numbers([1, 2, 2**32 - 1])
     near.wait_sent()
-    assert mx.array_equal(far.receive_array((2, 3, 64)), array)
+    came = far.receive_array((2, 3, 64))
+    assert came.dtype == dtype and mx.array_equal(came.view(mx.uint8), array.view(mx.uint8))
     assert far.receive_array((3,)).tolist() == [1, 2, 2**32 - 1]
 
 
