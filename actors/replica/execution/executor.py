@@ -25,11 +25,10 @@ import numpy as np
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.replica_messages import Sampling
-from ..device.device import on_cuda
 from ..device.device_errors import on_device
 from ..drafting.pace import TOKENS_MOST
 from ..kernels.decode_views import NEW_MOST
-from ..kv.paged_cache import PagedKVCache, Reads
+from ..kv.paged_cache import PagedKVCache
 from ..kv.unbatched import UnbatchedSequences
 from .batch import Batch
 from .draft_model.model_drafts import DraftModel
@@ -112,7 +111,7 @@ class BatchExecutor(Batch):
         followers: Followers | None = None,
     ) -> None:
         super().__init__(loaded, followers, None if draft_model is None else draft_model.outputs)
-        self.runs_ahead = self.batched_prefill and followers is None and on_cuda() and loaded.way.reads is Reads.KERNEL
+        self.runs_ahead = self.may_run_ahead and (followers is None or followers.overlaps)
         self._make_masks = MaskMaker()
         self.make_sampler: Callable[[], Any] = lambda: BatchSampler(loaded.vocabulary_size, loaded.eos_token_ids)
         self._exact_drafts, alike = exact_drafts, loaded.way.alike if exact_drafts else TOKENS_MOST
@@ -265,11 +264,13 @@ class BatchExecutor(Batch):
         if len(now.sequences) > 1:
             now.forced = ()
         assert now.inputs is not None
+        if self.followers is not None and not now.forced and now.change is not None:
+            self.followers.know(now.inputs, now.tokens)
         return now.forced or now.inputs
 
     def _finish(self, number: int, *, launch: bool = True) -> list[Ready]:
         self._select(number)
-        ready = self._compute(launch=launch)
+        ready = self._compute(launch=launch, alone=False)
         self.drafts.pause()
         return ready
 
@@ -335,11 +336,12 @@ class BatchExecutor(Batch):
         now: DrawnBatch = self._now
         return self.drafts.choose(now.sequences, now.tokens, now.sampler, ragged=ragged, idle=not self._coming)
 
-    def _compute(self, *, launch: bool = True) -> list[Ready]:
+    def _compute(self, *, launch: bool = True, alone: bool = True) -> list[Ready]:
         """Computes and draws the next tokens of the selected micro-batch. Returns those that were drawn before.
 
         Args:
             launch: if False, it is computed once the tokens are asked for.
+            alone: whether there is no other micro-batch.
         """
         now: DrawnBatch = self._now
         given, before, seals = self._given(), now.draw, self._seals
@@ -350,14 +352,19 @@ class BatchExecutor(Batch):
             now.sampler.passed(forced[1:])
         logits = self.compute(given)
         draw = now.sampler(logits, self._masks(given, logits))
-        now.inputs, now.change = draw.tokens.astype(mx.uint32), None
+        now.inputs = drawn = draw.tokens.astype(mx.uint32)
+        now.change = None
         now.draw = draw, [sequence.sequence_id for sequence in now.sequences]
+        told = [] if self.followers is None else self.followers.copies_of(drawn)
         if launch or seals:
             # What nobody needs yet must not keep arrays from being written in place.
             outputs = () if self.hidden is None else (self.hidden,)
-            mx.async_eval(now.inputs, *draw.arrays(), *outputs, *(self._pool_arrays() if seals else ()))
+            mx.async_eval(now.inputs, *told, *draw.arrays(), *outputs, *(self._pool_arrays() if seals else ()))
         if seals:
             self.seal_filled()
+        if alone and self.followers is not None:
+            # All that follows here would keep the thread that sends them from running.
+            self.followers.pass_tokens()
         tokens = _read_tokens(inputs, change)
         ready = self._ready(tokens, before)
         ready += [Ready(now.sequences[0].sequence_id, token) for token in forced[1:]]
