@@ -4,7 +4,9 @@ nothing, with drafts and without them.
 `python -m benchmarks.drafts --model FOLDER` prints for each of the two how many tokens a step computes, which part of
 the drafted tokens was right, and how much faster the answers are; and whether they are the same. Runs with drafts and
 without are taken in turns. `--width N` computes drafts with steps of up to N tokens whatever they cost, so that the
-first two numbers, which hold on every device, can be counted where no draft pays.
+first two numbers, which hold on every device, can be counted where no draft pays. With `--draft-model FOLDER` a small
+model of the same tokenizer drafts too, and what it drafted is counted apart; `--depth N` lets it draft N tokens for
+every sequence in each step whatever that costs.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from tokenizers import Tokenizer
 
 from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.drafting.pace import DraftPace, Hope
+from satchel.actors.replica.execution.draft_model.model_drafts import DraftModel
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
+from satchel.actors.replica.loading.draft_model import load_draft_model
 
 EDITS = (
     "Rewrite this file with a one-line docstring for every function. Answer with the whole file and nothing else.",
@@ -48,22 +52,51 @@ class _Always(DraftPace):
         return [min(hope.most, self._always - 1) for hope in hopes]
 
 
+class _OfModel(DraftPace):
+    """A pace that takes every draft of a model, of so many tokens."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self._depth = depth
+
+    def best(self, hopes: Sequence[Hope], *, ragged: bool, before_s: float = 0.0) -> tuple[float, list[int]]:
+        if before_s == 0.0 or not self.is_timed(len(hopes)):
+            return 1.0, [0] * len(hopes)
+        return 100.0 - before_s, [min(hope.most, self._depth) for hope in hopes]
+
+    def single_s(self, sequences: int) -> float:
+        """A time that is worth every prompt."""
+        return 1e6
+
+
 class Run:
     """Some sequences, decoded together to their ends, or to so many tokens."""
 
-    def __init__(self, loaded: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int, how: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        draft_model: DraftModel | None,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        how: dict[str, Any],
+    ) -> None:
         self._loaded, self._prompts, self._tokens, self._how = loaded, prompts, tokens, how
+        self._draft_model = draft_model
         self._executors: dict[bool, BatchExecutor] = {}
 
-    def __call__(self, drafted: bool, width: int | None) -> dict[str, Any]:
+    def __call__(self, drafted: bool, width: int | None, depth: int | None) -> dict[str, Any]:
         if drafted not in self._executors:
             # A server's goes on too, and has recorded the steps of many shapes.
-            self._executors[drafted] = executor = BatchExecutor(self._loaded, drafts=drafted)
+            self._executors[drafted] = executor = BatchExecutor(
+                self._loaded, drafts=drafted, draft_model=self._draft_model
+            )
             executor.batched_prefill |= len(self._prompts) > 1
             if width is not None:
                 executor.drafts.pace = _Always(width)
+            if depth is not None:
+                executor.drafts.pace = _OfModel(depth)
         executor = self._executors[drafted]
-        drafted_before, right_before = executor.drafts.drafted, executor.drafts.right
+        before = _counts(executor)
         asked = Sampling(max_tokens=self._tokens, **self._how)
         for number, prompt in enumerate(self._prompts):
             executor.open(str(number), [], None, 0)
@@ -86,24 +119,32 @@ class Run:
                     open_.remove(drawn.sequence_id)
                     executor.leave([drawn.sequence_id])
         seconds = time.perf_counter() - began
-        drafted_now, right = executor.drafts.drafted - drafted_before, executor.drafts.right - right_before
-        return {"said": said, "steps": steps, "seconds": seconds, "drafted": drafted_now, "right": right}
+        counts = [now - then for now, then in zip(_counts(executor), before, strict=True)]
+        return {"said": said, "steps": steps, "seconds": seconds, "counts": counts}
 
 
-def measure(run: Run, rounds: int, width: int | None) -> dict[str, Any]:
+def _counts(executor: BatchExecutor) -> list[int]:
+    drafts = executor.drafts
+    return [drafts.drafted, drafts.right, drafts.drafted_by_model, drafts.right_by_model]
+
+
+def measure(run: Run, rounds: int, width: int | None, depth: int | None) -> dict[str, Any]:
     """Returns what answers take with drafts and without."""
     found = {True: list[dict[str, Any]](), False: list[dict[str, Any]]()}
     for _ in range(rounds):
         for drafts in (True, False):
-            found[drafts].append(run(drafts, width))
+            found[drafts].append(run(drafts, width, depth))
     ahead, single = (min(found[drafts], key=lambda one: one["seconds"]) for drafts in (True, False))
     tokens = sum(map(len, ahead["said"].values()))
+    drafted, right, by_model, right_by_model = ahead["counts"]
     return {
         "tokens": tokens,
         "steps": (ahead["steps"], single["steps"]),
         "tokens a step": round(tokens / ahead["steps"], 2),
-        "drafted": ahead["drafted"],
-        "right": round(ahead["right"] / max(1, ahead["drafted"]), 2),
+        "drafted": drafted,
+        "right": round(right / max(1, drafted), 2),
+        "drafted by the model": by_model,
+        "right of these": round(right_by_model / max(1, by_model), 2),
         "tokens a second": (round(tokens / ahead["seconds"], 1), round(tokens / single["seconds"], 1)),
         "same": all(one["said"] == single["said"] for one in found[True] + found[False]),
     }
@@ -117,6 +158,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="the most tokens of an answer")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--width", type=int)
+    parser.add_argument("--draft-model")
+    parser.add_argument("--depth", type=int)
+    parser.add_argument("--kv", default="auto")
     parser.add_argument("--numerics", default="fast")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--sampling", type=json.loads, default={"temperature": 0.0})
@@ -127,16 +171,28 @@ def main() -> None:
         context_tokens_max=None,
         progress=lambda what, fraction: None,
         numerics=given.numerics,
+        kv=given.kv,
     )
     print(f"{mx.default_device()}, {loaded.spec.describe()}, {loaded.weights}, {loaded.way.describe()}")
+    draft_model = None
+    if given.draft_model:
+        draft_model = load_draft_model(
+            given.draft_model, loaded, dtype=given.dtype, progress=lambda what, fraction: None
+        )
+        print(f"{draft_model.name}: {draft_model.token_s * 1e3:.2f} ms a token, pieces {draft_model.pieces}")
     tokenizer = Tokenizer.from_file(str(loaded.folder / "tokenizer.json"))
     edits = [f"{edit}\n\n{path.read_text()}" for path in given.files for edit in EDITS]
     for name, texts in (("edits", edits), ("stories", STORIES)):
         prompts = [tokenizer.encode(CHAT.format(text)).ids for text in texts]
         for first in range(0, len(prompts), given.streams):
             together = prompts[first : first + given.streams]
-            run = Run(loaded, together, given.tokens, given.sampling)
-            print(name, [len(prompt) for prompt in together], measure(run, given.rounds, given.width), flush=True)
+            run = Run(loaded, draft_model, together, given.tokens, given.sampling)
+            print(
+                name,
+                [len(prompt) for prompt in together],
+                measure(run, given.rounds, given.width, given.depth),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from satchel.cluster.config.timing import Timing
 PAGES = Path(__file__).parent / "reference"
 GROUPS = (
     config.Model,
+    config.Drafting,
     stages.Split,
     nodes.Node,
     nodes.Link,

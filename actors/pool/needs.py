@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...cluster.config.config import Model
+from ...cluster.config.config import Drafting, Model
 from ...cluster.errors import ModelLoadError
 from ..model_files.image_folders import has_image_layout, read_component_files
 from ..model_files.source import ADAPTER_WEIGHTS, found_here
@@ -18,6 +18,12 @@ def _adapters(model: Model) -> list[WeightFile]:
     return [read_weight_file(folder / ADAPTER_WEIGHTS) for folder in folders if (folder / ADAPTER_WEIGHTS).is_file()]
 
 
+def _drafting(model: Model) -> list[WeightFile]:
+    """Returns the files of the model that drafts for it, if they are here."""
+    folder = found_here(model.drafts.model) if isinstance(model.drafts, Drafting) else None
+    return read_weight_files(folder) if folder is not None else []
+
+
 def weights_bytes(model: Model) -> int:
     """Returns a lower bound of what a model's weights take in memory, in bytes; 0 if its files are not here, or are
     damaged, which its replica reports. Reads a few files."""
@@ -27,7 +33,7 @@ def weights_bytes(model: Model) -> int:
             return bytes_in_memory(read_component_files(folder), None)
         if folder is not None and speech_folder(folder) is not None:
             return bytes_in_memory(read_speech_weights(folder), None)
-        files = [*read_weight_files(folder), *_adapters(model)] if folder is not None else []
+        files = [*read_weight_files(folder), *_adapters(model), *_drafting(model)] if folder is not None else []
     except ModelLoadError:
         return 0
     # Floats may be stored in a larger type than they are computed in, or in a smaller one.

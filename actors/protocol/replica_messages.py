@@ -350,7 +350,8 @@ class ReplicaStats:
     `requests_total` counts accepted requests. Their prompts count once they have a place in the batch:
     `prompt_tokens_total`, those of them whose KV was reused (`cached_tokens_total`), and those that memory had
     (`hot_tokens_total`). `kv_tokens` is what the KV of sequences with a place costs, out of `kv_tokens_max`, which it
-    may cost now. `drafted_tokens_total` are in `drafts_total` drafts; `accepted_tokens_total` of them were right.
+    may cost now. `drafted_tokens_total` are in `drafts_total` drafts; `accepted_tokens_total` of them were right. The
+    two with `model_` are those that a small model drafted.
 
     A block has a slot of the pool in each group of equal layers. `slots_running` are held by sequences and by KV that
     waits to be written, `slots_kept` by cached prefixes that no sequence uses. `memory_bytes` is all that the replica
@@ -381,6 +382,8 @@ class ReplicaStats:
     drafts_total: int = 0
     drafted_tokens_total: int = 0
     accepted_tokens_total: int = 0
+    model_drafted_tokens_total: int = 0
+    model_accepted_tokens_total: int = 0
     kv_tokens: int = 0
     kv_tokens_max: int = 0
     unwritten_bytes: int = 0

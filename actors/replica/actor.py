@@ -57,7 +57,7 @@ from ..protocol.speech_messages import SpeechRequest, SpeechUpdate
 from ..rpc.client import actor_handle
 from ..rpc.codec import encode_error
 from ..rpc.local import Answers, LocalAddress, LocalServer
-from ..rpc.shell import answers
+from ..rpc.shell import SWITCH_S, answers
 from ..supervision.stall import pause_s
 from ..supervision.watchdog import ENGINE, Watchdog
 from .describing import Proving, model_info, replica_stats
@@ -76,10 +76,6 @@ if TYPE_CHECKING:
     from .selftest.self_test import Proven
 
 logger = logging.getLogger(__name__)
-
-SWITCH_S = 0.0005
-"""Python's thread switch interval. A call to this actor switches threads several times; with the default of 5 ms it
-takes ten times as long while the engine works."""
 
 PROVEN_LATER_S = 5.0
 """When a client should retry a request that plain mode does not support."""

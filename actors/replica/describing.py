@@ -60,7 +60,7 @@ def model_info(replica: str, node: str, model: Model, engine: Engine, proving: P
         **loaded.media,
         embedding=loaded.embedding,
         joins=loaded.part[1] if loaded.part is not None else 0,
-        notes=notes,
+        notes=[*notes, *([failure] if (failure := engine.executor.drafts.failure) else [])],
         adapters=[AdapterInfo(each.name, each.digest, dict(each.files), each.rank) for each in loaded.adapters.all],
         **proving,
     )
@@ -119,6 +119,8 @@ def replica_stats(
         drafts_total=engine.executor.drafts.count,
         drafted_tokens_total=engine.executor.drafts.drafted,
         accepted_tokens_total=engine.executor.drafts.right,
+        model_drafted_tokens_total=engine.executor.drafts.drafted_by_model,
+        model_accepted_tokens_total=engine.executor.drafts.right_by_model,
         failed_checks_total=engine.failed_checks,
         device_failures_total=counters.device_failures,
         prefill_token_j=engine.energy.prefill_token_j,

@@ -11,7 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from ...cluster.config.config import Model, Scheduling
+import mlx.core as mx
+
+from ...cluster.config.config import Drafting, Model, Scheduling
 from ...cluster.config.nodes import Node
 from ...cluster.config.timing import Timing
 from ...cluster.devices.energy import node_meter
@@ -29,6 +31,7 @@ from .device.device_errors import DeviceFailed
 from .execution.followers import Followers
 from .execution.loaded_model import LoadedModel
 from .loading import compile_ahead, models
+from .loading.draft_model import load_draft_model
 from .loading.warm_up import WarmUp, meet_prompts
 from .loop.engine import Engine
 from .memory.disk_tier import DiskTier
@@ -133,8 +136,36 @@ class Serving:
             return self.begin(Proven(plain, together=False), memory, memory.settle(plain))
 
         plain_mode = PlainMode(self._model.plain_after_s, begin, lambda: os._exit(1))
-        proven = self._prove(memory.make_way, plain_mode)
-        return proven, memory.settle(proven.loaded)
+        proven = self._with_draft_model(self._prove(memory.make_way, plain_mode), memory)
+        return proven, memory.settle(proven.loaded, proven.kv_beside_bytes)
+
+    def _with_draft_model(self, proven: Proven, memory: ReplicaMemory) -> Proven:
+        """Returns the model with the one that drafts for it, if the config names one, and if it can."""
+        drafts = self._model.drafts
+        if not isinstance(drafts, Drafting):
+            return proven
+        try:
+            return self._drafted_by(drafts.model, proven, memory)
+        except SatchelError as error:
+            logger.warning("%s is drafted without a model: %s", self._model.name, error.message)
+            proven = replace(proven, notes=[*proven.notes, f"it is drafted without a model: {error.message}"])
+        # Behind the handler nothing refers to what was loaded.
+        mx.clear_cache()
+        return proven
+
+    def _drafted_by(self, source: str, proven: Proven, memory: ReplicaMemory) -> Proven:
+        """Raises `SatchelError` if the model cannot draft, or if there is no room for it."""
+        draft_model = load_draft_model(
+            source,
+            proven.loaded,
+            dtype=self._model.dtype,
+            weights=self._model.weights,
+            progress=self._shell.note_progress,
+            claim=memory.make_way_beside,
+        )
+        proven = replace(proven, draft_model=draft_model)
+        memory.settle(proven.loaded, proven.kv_beside_bytes)
+        return proven
 
     def _warm_up(self, loaded: LoadedModel) -> WarmUp | None:
         """Warms up what the first requests need. Returns what an idle engine goes on with; None for nothing."""
@@ -207,7 +238,9 @@ class Serving:
             lambda why: note_incident_aside(default_home(), "device", f"{self._model.name}: {why}"),
             before,
             trust_remote_code=self._model.trust_remote_code,
-            drafts=self._model.drafts == "auto",
+            drafts=self._model.drafts != "off",
+            exact_drafts=self._model.drafts == "exact",
+            draft_model=proven.draft_model,
             followers=self._followers,
         )
         if not plain:

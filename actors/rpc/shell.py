@@ -16,6 +16,10 @@ from .spec import Method
 P = ParamSpec("P")
 R = TypeVar("R")
 
+SWITCH_S = 0.0005
+"""Python's thread switch interval in an actor whose other threads compute. A call to it switches threads several times;
+with the default of 5 ms it takes ten times as long while they do. So does what passes between stages."""
+
 Shell = Callable[[Any, bytes], Coroutine[Any, Any, bytes]]
 """A method of an actor as Ray calls it."""
 

@@ -91,6 +91,10 @@ class _Replicas(Collector):
         hits = "Pictures that were not encoded, because their embeddings or KV were cached."
         yield self._counter("satchel_vision_cache_hits", hits, "vision_cache_hits_total")
         yield self._counter("satchel_vision_encodes", "Pictures that were encoded.", "vision_encodes_total")
+        drafted = "Tokens that a small model drafted."
+        yield self._counter("satchel_model_drafted_tokens", drafted, "model_drafted_tokens_total")
+        right = "Tokens that a small model drafted and that were right."
+        yield self._counter("satchel_model_accepted_tokens", right, "model_accepted_tokens_total")
         went_on = "Answers that failed over after their replica was lost."
         yield CounterMetricFamily("satchel_failovers", went_on, value=self._failovers)
 

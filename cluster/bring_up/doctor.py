@@ -17,11 +17,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import psutil
 from packaging.requirements import Requirement
 
-from ..config.config import Config, Endpoint, Model
+from ..config.config import Config, Drafting, Endpoint, Model
 from ..config.nodes import Node
 from ..connection import find_cluster
 from ..devices.available_memory import available_bytes
@@ -93,6 +94,7 @@ def examine(config: Config, home: Home) -> list[Check]:
             for model in config.models
             for name in model.adapters
         ],
+        *[lambda model=model: check_drafting(model) for model in config.models if isinstance(model.drafts, Drafting)],
     ]
     certificate = [] if node else check_tls(config.endpoint, datetime.now(UTC))
     hosts = [] if node else [*check_hosts(config.machines), *mac.reach(config.machines[1:])]
@@ -328,10 +330,19 @@ def check_hosts(nodes: Sequence[Node]) -> list[Check]:
 
 def check_source(model: Model) -> Check:
     """Checks whether a model's folder exists. A Hub id is only looked up when the model is loaded."""
-    name, source = f"source of {model.name}", model.source
+    return _check_folder(f"source of {model.name}", model.source, "source", "fail")
+
+
+def check_drafting(model: Model) -> Check:
+    """As `check_source`, for the model that drafts for it. Without that one it is served all the same."""
+    source = model.drafts.model if isinstance(model.drafts, Drafting) else ""
+    return _check_folder(f"drafting model of {model.name}", source, "drafts", "warn")
+
+
+def _check_folder(name: str, source: str, key: str, otherwise: Literal["warn", "fail"]) -> Check:
     if not source.startswith(("/", "./", "../", "~")) or Path(source).expanduser().is_dir():
         return Check(name, "ok", source)
-    return Check(name, "fail", f"there is no folder {source}", "correct `source` in the config")
+    return Check(name, otherwise, f"there is no folder {source}", f"correct `{key}` in the config")
 
 
 def check_adapter(model: Model, name: str) -> Check:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
-from dataclasses import field
+from collections.abc import Iterable, Mapping
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -114,6 +114,16 @@ def _parse_off(value: object) -> object:
 
 
 @validated(frozen=True, config=STRICT)
+class Drafting:
+    """A small model, or a head, that drafts for another one."""
+
+    model: Annotated[str, Field(min_length=1)]
+    """A folder, a Hub id, or the name of a model of this config. A model must have the same tokenizer, and layers of
+    plain attention. An EAGLE-3 head must have been trained for the model that it drafts for. It is loaded beside each
+    replica of that model."""
+
+
+@validated(frozen=True, config=STRICT)
 class Model:
     """One served model. The first one in the list is the default of the endpoint."""
 
@@ -150,10 +160,12 @@ class Model:
     numerics: Literal["fast", "reproducible"] = "fast"
     """`reproducible`: on a CPU decoding and prefill give the same result to the bit; `fast`: the same within rounding.
     KV is not shared between the two."""
-    drafts: Annotated[Literal["auto", "off"], BeforeValidator(_parse_off)] = "off"
-    """`auto` guesses the next tokens of a sequence from its own prompt and answer, and computes several in one step
-    where that was measured to be faster. The answer does not change, but with `numerics: fast` by rounding. `off` never
-    does. It is the default, because no GPU has run drafts yet."""
+    drafts: Annotated[Literal["exact", "auto", "off"] | Drafting, BeforeValidator(_parse_off)] = "exact"
+    """`exact` guesses the next tokens of a sequence from its own prompt and answer, and computes several in one step
+    where that was measured to be faster, and where no token's logits change by it in a single bit: on CUDA, for models
+    that a test at the load finds so. `auto` does so wherever it may be faster; then an answer may be another one by
+    rounding, unless `numerics` are `reproducible`. With `model: …`, as with `auto`, a small model or a head guesses
+    too, where the conversation does not tell. `off` never guesses."""
     self_test: Annotated[bool, also_named("self_test", "trial")] = True
     """Whether the model runs a self-test when it is loaded: batched, in chunks and from cached KV it must compute what
     it computes unbatched. The result is stored. Without a self-test an untested model family may give wrong answers
@@ -218,6 +230,7 @@ class Model:
             "has no adapters": bool(self.adapters),
             "does not run code of its folder: trust_remote_code is not supported": self.trust_remote_code,
             "does not support numerics: reproducible": self.numerics == "reproducible",
+            "has no drafting model: only drafts: auto is supported": isinstance(self.drafts, Drafting),
         }
         return next((why for why, is_set in unsupported.items() if is_set), "")
 
@@ -397,6 +410,8 @@ def parse_config(data: Any, *, source: str = "config") -> Config:
         ConfigError: a value is wrong (every one is named by its path), or times do not fit each other.
     """
     config = _validated(Config, data if data is not None else {}, source)
+    sources = {model.name: model.source for model in config.models}
+    config = replace(config, models=tuple(_drafted_by_source(model, sources) for model in config.models))
     for index, model in enumerate(config.models):
         for key, refusal in (("name", name_refusal), ("aliases", aliases_refusal), ("adapters", adapters_refusal)):
             if (why := refusal(model, config.models[:index])) is not None:
@@ -410,6 +425,13 @@ def parse_config(data: Any, *, source: str = "config") -> Config:
             if getattr(settings, name, None) is not None:
                 logger.warning("%s: %s bounds only a part of the memory: use memory_bytes_max instead", source, name)
     return config
+
+
+def _drafted_by_source(model: Model, sources: Mapping[str, str]) -> Model:
+    """Returns a model whose drafting model, if it names one of the config, is given by its source."""
+    if not isinstance(model.drafts, Drafting) or model.drafts.model not in sources:
+        return model
+    return replace(model, drafts=Drafting(sources[model.drafts.model]))
 
 
 def local_nodes(count: int) -> tuple[Node, ...]:

@@ -148,14 +148,20 @@ def test_the_doctor_refuses_what_serve_refuses(tmp_path: Path) -> None:
             "models": [
                 {"name": "m", "source": str(tmp_path / "none")},
                 {"name": "n", "source": "embedded:recall", "adapters": {"a": str(tmp_path), "b": "owner/name"}},
+                {"name": "o", "source": "embedded:recall", "drafts": {"model": str(tmp_path / "none")}},
+                {"name": "p", "source": "embedded:recall", "drafts": {"model": "n"}},
             ],
             "nodes": [{"name": "mac0", "address": "192.0.2.1"}],
             "endpoint": {"listen": "0.0.0.0", "port": free_port()},
         }
     )
     home = Home(tmp_path / "home")
-    failed = {check.name for check in examine(config, home) if check.result == "fail"}
+    checks = examine(config, home)
+    failed = {check.name for check in checks if check.result == "fail"}
     assert failed == {"keys", "address", "source of m", "adapter a of n"}
+    # Without its drafting model a model is served all the same.
+    results = {check.name: check.result for check in checks}
+    assert (results["drafting model of o"], results["drafting model of p"]) == ("warn", "ok")
     create_key(home, "ann")
     assert check_keys(config.endpoint, home).result == "ok"
     revoke_key(home, "ann")

@@ -75,6 +75,10 @@ class Drafter:
         period = len(self._tokens) - self._next
         return [self._tokens[self._next + index % period] for index in range(most)]
 
+    def since(self, count: int) -> list[int]:
+        """Returns its tokens without the first `count`; at most `TOKENS_MAX`."""
+        return self._tokens[max(0, len(self._tokens) - self.count + count) :]
+
     @property
     def drafts(self) -> bool:
         """Whether it has a draft."""

@@ -52,9 +52,14 @@ class Hope:
 
 
 class DraftPace:
-    """The measured times of one device and model."""
+    """The measured times of one device and model.
 
-    def __init__(self) -> None:
+    Args:
+        tokens_most: the most tokens of a step, if sequences have different numbers of them.
+    """
+
+    def __init__(self, tokens_most: int = TOKENS_MOST) -> None:
+        self._tokens_most = min(tokens_most, TOKENS_MOST)
         self._steps = 0
         self._single: dict[int, deque[float]] = {}
         self._larger: dict[tuple[int, int], deque[tuple[int, float]]] = {}
@@ -75,20 +80,38 @@ class DraftPace:
             hopes: of every sequence in the step.
             ragged: whether a step's cost depends on the sum of its tokens; else all sequences are padded to one width.
         """
+        return self.best(hopes, ragged=ragged)[1]
+
+    def best(self, hopes: Sequence[Hope], *, ragged: bool, before_s: float = 0.0) -> tuple[float, list[int]]:
+        """As `lengths`; returns also how many times as many tokens a second that is expected to give.
+
+        Args:
+            before_s: how long it takes to make the drafts.
+        """
         sequences, best, most = len(hopes), [0] * len(hopes), GAIN_LEAST
-        if not any(hope.most for hope in hopes) or len(self._single.get(sequences, ())) < MEASURED_LEAST:
-            return best
-        for tokens, lengths, gained in _ragged(hopes) if ragged else _padded(hopes):
-            speed = (sequences + gained) / sequences / self.cost(sequences, tokens)
+        speed_found = 1.0
+        if not any(hope.most for hope in hopes) or not self.is_timed(sequences):
+            return speed_found, best
+        before = before_s / self.single_s(sequences)
+        for tokens, lengths, gained in _ragged(hopes, self._tokens_most) if ragged else _padded(hopes):
+            speed = (sequences + gained) / sequences / (self.cost(sequences, tokens) + before)
             if speed >= most:
-                best, most = lengths, speed
+                best, most, speed_found = lengths, speed, speed
             if self._known(sequences, tokens) is None:
                 break
-        return best
+        return speed_found, best
+
+    def is_timed(self, sequences: int) -> bool:
+        """Whether it is known how long a step without drafts takes."""
+        return len(self._single.get(sequences, ())) >= MEASURED_LEAST
+
+    def single_s(self, sequences: int) -> float:
+        """Returns how long a step without drafts takes, in seconds; it must be timed."""
+        return median(self._single[sequences])
 
     def cost(self, sequences: int, tokens: int) -> float:
         """Returns how many times as long as a step without drafts a step of so many tokens takes, as far as known."""
-        single = median(self._single[sequences])
+        single = self.single_s(sequences)
         if (seconds := self._known(sequences, tokens)) is not None:
             return max(1.0, seconds / single)
         smaller = [size for of, size in self._larger if of == sequences and size < tokens]
@@ -116,7 +139,7 @@ def _padded(hopes: Sequence[Hope]) -> Iterator[tuple[int, list[int], float]]:
             yield width * len(hopes), lengths, gained
 
 
-def _ragged(hopes: Sequence[Hope]) -> Iterator[tuple[int, list[int], float]]:
+def _ragged(hopes: Sequence[Hope], tokens_most: int) -> Iterator[tuple[int, list[int], float]]:
     """Yields steps with a power of two of tokens, as `_padded`; the drafted ones are those that give most."""
     sequences, most = len(hopes), sum(hope.most for hope in hopes)
     lengths, gained, drafted = [0] * sequences, 0.0, 0
@@ -124,7 +147,7 @@ def _ragged(hopes: Sequence[Hope]) -> Iterator[tuple[int, list[int], float]]:
     heap = [(-hope.chance * hope.share, index) for index, hope in enumerate(hopes) if hope.most]
     heapify(heap)
     tokens = 1 << sequences.bit_length()
-    while tokens <= TOKENS_MOST and tokens - sequences <= 2 * most:
+    while tokens <= tokens_most and tokens - sequences <= 2 * most:
         while heap and drafted < tokens - sequences:
             gain, index = heap[0]
             gained, drafted = gained - gain, drafted + 1

@@ -11,6 +11,7 @@ pieces, and decoding sequences in micro-batches, so that processes compute at th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +30,7 @@ from .media.language_inputs import SequencePart
 from .micro_batches import TWO
 from .prefilling import Prefilling
 from .recorded.compiled_step import CompiledStep
+from .recorded.layer_outputs import LayerOutputs
 from .sequence_states import ExecutorSequence, MicroBatch, Stage, arriving
 
 CLEAR_EVERY_STEPS = 512
@@ -41,12 +43,20 @@ class Batch(Prefilling):
     Args:
         followers: have the other layers of the model; None if it has all.
 
+        outputs: layers whose outputs in decode steps are wanted; None for none.
+
     Attributes:
+        hidden: what these layers gave for the tokens of the last decode step, sequence after sequence, `(tokens,
+            dimensions)`; None if that is not known.
         parts: of a follower: its KV on disk. None for the leader, whose KV on disk is the engine's.
     """
 
-    def __init__(self, loaded: LoadedModel, followers: Followers | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, followers: Followers | None = None, outputs: LayerOutputs | None = None
+    ) -> None:
         super().__init__(loaded, followers)
+        self._outputs = outputs
+        self.hidden: mx.array | None = None
         self.parts: Parts | None = None
         # What the leader itself has read of what all processes adopt.
         self._read_here: Any = None
@@ -55,7 +65,7 @@ class Batch(Prefilling):
             # A part of a model records what it computes between its connections.
             record: Any = getattr(self._model, "recorded", None)
             self._compiled = (
-                CompiledStep(self._model, loaded.deferral, loaded.adapters.adapted, loaded.fusions)
+                CompiledStep(self._model, loaded.deferral, loaded.adapters.adapted, loaded.fusions, outputs)
                 if record is None
                 else record(loaded.deferral, loaded.fusions)
             )
@@ -230,8 +240,10 @@ class Batch(Prefilling):
                 # The step in flight still writes into the open blocks that are read here.
                 mx.synchronize()
             extra = self._inputs_besides([SequencePart(inputs, sequence.length, sequence.pictures)], len(inputs))
-            with self._adapted([sequence]):
-                return self._model(mx.array([inputs], mx.uint32), cache=caches, **extra)[:, -1, :]
+            with self._adapted([sequence]), self._noting() as hidden:
+                logits = self._model(mx.array([inputs], mx.uint32), cache=caches, **extra)[:, -1, :]
+            self.hidden = hidden[0][0] if hidden else None
+            return logits
         if isinstance(caches, UnbatchedSequences):
             return caches.step(self._model_alone, inputs)
         sequences = self._sequences
@@ -240,9 +252,16 @@ class Batch(Prefilling):
             more = padded_rows(len(sequences)) - len(sequences)
             logits = self._compiled(inputs, caches, self._besides(sequences, more), None, numbers)
             if logits is not None:
+                self.hidden = self._compiled.hidden
                 return logits
-        with self._adapted(sequences):
-            return self._model(inputs[:, None], cache=caches, **self._besides(sequences))[:, -1, :]
+        with self._adapted(sequences), self._noting() as hidden:
+            logits = self._model(inputs[:, None], cache=caches, **self._besides(sequences))[:, -1, :]
+        self.hidden = hidden[0][:, 0] if hidden else None
+        return logits
+
+    def _noting(self) -> AbstractContextManager[list[mx.array]]:
+        """As `LayerOutputs.noted`; the list stays empty if no outputs are wanted."""
+        return nullcontext([]) if self._outputs is None else self._outputs.noted()
 
     def _model_alone(self, number: int, inputs: mx.array, caches: Sequence[Any]) -> mx.array:
         """Launches the model for tokens `(1, 1)` of one of the unbatched sequences. Returns `(1, 1, vocabulary)`."""
@@ -271,20 +290,22 @@ class Batch(Prefilling):
         if self._compiled is not None and self.takes_drafts:
             logits = self._compute_new(self._compiled, caches, tokens)
             if logits is not None:
+                self.hidden = self._compiled.hidden
                 return logits
         parts = [sequence.part(each) for sequence, each in zip(self._sequences, tokens, strict=True)]
         width = max(map(len, tokens))
         if self.batched_prefill:
             width = padded_width(width)
-            with self._adapted(self._sequences):
+            with self._adapted(self._sequences), self._noting() as hidden:
                 logits = self._launch_padded(caches, parts, tokens, width)
         else:
             # Only a sequence that is alone has a draft then.
             besides = self._inputs_besides(parts, width)
-            with self._adapted(self._sequences):
+            with self._adapted(self._sequences), self._noting() as hidden:
                 logits = self._model(mx.array([list(each) for each in tokens], mx.uint32), cache=caches, **besides)
-        real = [index * width + at for index, each in enumerate(tokens) for at in range(len(each))]
-        return logits.reshape(-1, logits.shape[-1])[mx.array(real)]
+        real = mx.array([index * width + at for index, each in enumerate(tokens) for at in range(len(each))])
+        self.hidden = hidden[0].reshape(-1, hidden[0].shape[-1])[real] if hidden else None
+        return logits.reshape(-1, logits.shape[-1])[real]
 
     def _compute_new(
         self, step: CompiledStep, caches: Sequence[Any], tokens: Sequence[Sequence[int]]

@@ -22,6 +22,8 @@ class DecodeWay:
             (`recorded/fused_products.py`).
         tensor: whether tensor cores read sealed blocks (`kernels/decode_tensor.py`).
         drafts: whether recorded steps may have several tokens of a sequence.
+        alike: up to how many tokens a recorded step's logits have the same bits as those of each token alone, so that
+            drafts change no answer; 0 if they have not, or if that is not known.
         reason: why no faster way is used; empty if it is the fastest of this device, or was asked for.
     """
 
@@ -33,6 +35,7 @@ class DecodeWay:
     summed: bool = False
     tensor: bool = False
     gated: bool = False
+    alike: int = 0
 
     @property
     def is_fallback(self) -> bool:
@@ -43,6 +46,7 @@ class DecodeWay:
         """Returns it as text, such as `by a kernel, compiled`."""
         more = ["compiled"] * self.compiled + ["with norms and rotations"] * self.fused + ["with sums"] * self.summed
         more += ["with gates"] * self.gated + [TENSOR] * self.tensor
+        more += [f"the same bits in steps of {self.alike} tokens"] * bool(self.alike)
         way = ", ".join([self.reads.value, *more])
         return f"{way} ({self.reason})" if self.reason else way
 

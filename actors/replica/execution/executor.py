@@ -25,12 +25,13 @@ import numpy as np
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.replica_messages import Sampling
-from ..device.device import on_cuda
 from ..device.device_errors import on_device
+from ..drafting.pace import TOKENS_MOST
 from ..kernels.decode_views import NEW_MOST
-from ..kv.paged_cache import PagedKVCache, Reads
+from ..kv.paged_cache import PagedKVCache
 from ..kv.unbatched import UnbatchedSequences
 from .batch import Batch
+from .draft_model.model_drafts import DraftModel
 from .drafts import Drafts, check
 from .followers import Followers
 from .loaded_model import LoadedModel
@@ -90,6 +91,8 @@ class BatchExecutor(Batch):
 
     Args:
         drafts: whether sequences are drafted, if the model allows it. On a CPU only a sequence that is alone is.
+        exact_drafts: they are only drafted if that changes no bit of a token's logits.
+        draft_model: drafts too; None for none.
         followers: as for `Batch`.
 
     Attributes:
@@ -98,12 +101,26 @@ class BatchExecutor(Batch):
         rule: says how many micro-batches there are, if other processes have other layers.
     """
 
-    def __init__(self, loaded: LoadedModel, *, drafts: bool = False, followers: Followers | None = None) -> None:
-        super().__init__(loaded, followers)
-        self.runs_ahead = self.batched_prefill and followers is None and on_cuda() and loaded.way.reads is Reads.KERNEL
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        drafts: bool = False,
+        exact_drafts: bool = False,
+        draft_model: DraftModel | None = None,
+        followers: Followers | None = None,
+    ) -> None:
+        super().__init__(loaded, followers, None if draft_model is None else draft_model.outputs)
+        self.runs_ahead = self.may_run_ahead and (followers is None or followers.overlaps)
         self._make_masks = MaskMaker()
         self.make_sampler: Callable[[], Any] = lambda: BatchSampler(loaded.vocabulary_size, loaded.eos_token_ids)
-        self.drafts = Drafts(loaded.vocabulary_size, wanted=drafts and not loaded.undrafted)
+        self._exact_drafts, alike = exact_drafts, loaded.way.alike if exact_drafts else TOKENS_MOST
+        self.drafts = Drafts(
+            loaded.vocabulary_size,
+            wanted=drafts and alike > 0 and not loaded.undrafted,
+            model=draft_model,
+            tokens_most=alike,
+        )
         self.rule, self._clock = MicroBatchRule(), perf_counter
         # When the last step ended, if nothing came after it, and whether the sequences of a step are others.
         self._ended: float | None = None
@@ -247,11 +264,13 @@ class BatchExecutor(Batch):
         if len(now.sequences) > 1:
             now.forced = ()
         assert now.inputs is not None
+        if self.followers is not None and not now.forced and now.change is not None:
+            self.followers.know(now.inputs, now.tokens)
         return now.forced or now.inputs
 
     def _finish(self, number: int, *, launch: bool = True) -> list[Ready]:
         self._select(number)
-        ready = self._compute(launch=launch)
+        ready = self._compute(launch=launch, alone=False)
         self.drafts.pause()
         return ready
 
@@ -297,25 +316,32 @@ class BatchExecutor(Batch):
         now: DrawnBatch = self._now
         if now.inputs is None:
             return []
-        may_draft = len(now.sequences) == 1 or self.batched_prefill
+        may_draft = (len(now.sequences) == 1 or self.batched_prefill) and not self._drafts_change_bits
         # A step without padding has one token of a sequence that fills its block, beside the others' drafts.
         ragged = may_draft and self.takes_drafts
-        if (
-            may_draft
-            and (ragged or not self._seals)
-            and any(drafts := self.drafts.choose(now.sequences, now.tokens, ragged=ragged))
-        ):
+        if may_draft and (ragged or not self._seals) and any(drafts := self._choose_drafts(ragged=ragged)):
             return self._step_ahead(now.inputs, drafts)
         ready = self._compute()
         if self.drafts.wanted:
             self.drafts.note_step(len(now.sequences))
         return ready
 
-    def _compute(self, *, launch: bool = True) -> list[Ready]:
+    @property
+    def _drafts_change_bits(self) -> bool:
+        """Whether nothing is drafted now because that could change bits: no load has tried adapters."""
+        now: DrawnBatch = self._now
+        return self._exact_drafts and (not self.takes_drafts or any(each.adapter for each in now.sequences))
+
+    def _choose_drafts(self, *, ragged: bool) -> list[list[int]]:
+        now: DrawnBatch = self._now
+        return self.drafts.choose(now.sequences, now.tokens, now.sampler, ragged=ragged, idle=not self._coming)
+
+    def _compute(self, *, launch: bool = True, alone: bool = True) -> list[Ready]:
         """Computes and draws the next tokens of the selected micro-batch. Returns those that were drawn before.
 
         Args:
             launch: if False, it is computed once the tokens are asked for.
+            alone: whether there is no other micro-batch.
         """
         now: DrawnBatch = self._now
         given, before, seals = self._given(), now.draw, self._seals
@@ -326,18 +352,28 @@ class BatchExecutor(Batch):
             now.sampler.passed(forced[1:])
         logits = self.compute(given)
         draw = now.sampler(logits, self._masks(given, logits))
-        now.inputs, now.change = draw.tokens.astype(mx.uint32), None
+        now.inputs = drawn = draw.tokens.astype(mx.uint32)
+        now.change = None
         now.draw = draw, [sequence.sequence_id for sequence in now.sequences]
+        told = [] if self.followers is None else self.followers.copies_of(drawn)
         if launch or seals:
-            mx.async_eval(now.inputs, *draw.arrays(), *(self._pool_arrays() if seals else ()))
+            # What nobody needs yet must not keep arrays from being written in place.
+            outputs = () if self.hidden is None else (self.hidden,)
+            mx.async_eval(now.inputs, *told, *draw.arrays(), *outputs, *(self._pool_arrays() if seals else ()))
         if seals:
             self.seal_filled()
+        if alone and self.followers is not None:
+            # All that follows here would keep the thread that sends them from running.
+            self.followers.pass_tokens()
         tokens = _read_tokens(inputs, change)
         ready = self._ready(tokens, before)
         ready += [Ready(now.sequences[0].sequence_id, token) for token in forced[1:]]
         if self.drafts.wanted:
             self.drafts.note(now.sequences, tokens)
-        self.advance([len(forced) or 1] * len(now.sequences))
+        counts = [len(forced) or 1] * len(now.sequences)
+        if self.hidden is not None:
+            self.drafts.note_outputs(now.sequences, counts, counts, self.hidden)
+        self.advance(counts)
         return ready
 
     @on_device()
@@ -374,7 +410,11 @@ class BatchExecutor(Batch):
         sampler = now.sampler.ahead(drafts)
         masks = self._masks(inputs, logits, drafts)
         draw = sampler(logits, masks)
+        if self.hidden is not None:
+            mx.async_eval(*draw.arrays(), self.hidden)
         ready, checked = self._ready(first, now.draw), check(self._sequences, drafts, draw)
+        if self.hidden is not None:
+            self.drafts.note_outputs(self._sequences, checked.computed, [1 + len(each) for each in drafts], self.hidden)
         for sequence, draft, count in zip(self._sequences, drafts, checked.computed, strict=True):
             if sequence.grammar is not None:
                 for token in draft[: count - 1]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+import mlx.core as mx
+
 from ..kv.caches import Records, Slab
 from .media.language_inputs import ImageEmbeddings
 
@@ -47,6 +49,23 @@ class Followers(Protocol):
     def tell_ahead(self, call: str, given: Sequence[Any]) -> None:
         """Lets them do a call at once. It must be led later, after other calls told ahead, and before any other call
         than those that only prepare a step."""
+        ...
+
+    def copies_of(self, inputs: mx.array) -> list[mx.array]:
+        """Returns what is to be launched together with tokens that a call will tell, while it is not known when that
+        can be launched alone: behind a prompt it would have to wait for the prompt."""
+        ...
+
+    def know(self, inputs: mx.array, tokens: Callable[[], Sequence[int]]) -> None:
+        """Says which tokens are in an array that the next call tells: it may only be computed behind a prompt.
+
+        Args:
+            tokens: returns them; is called with the next call or not at all.
+        """
+        ...
+
+    def pass_tokens(self) -> None:
+        """Waits until the tokens of calls that were told are on their way."""
         ...
 
 

@@ -14,6 +14,7 @@ from ..device.device_errors import on_device
 from ..device.temporary_memory import TEMPORARY
 from ..kv import caches as kv_cache
 from ..kv.caches import PooledBlock, Slab
+from ..kv.paged_cache import Reads
 from ..proving.pieces import IN_ONE_PIECE
 from .followers import Followers, ShownPictures, replayed
 from .loaded_model import LoadedModel
@@ -198,8 +199,20 @@ class Prefilling:
         with TEMPORARY.limited():
             self._launch(caches)
 
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the device computes everything in the order in which it was launched."""
+        return self.batched_prefill and on_cuda() and self._loaded.way.reads is Reads.KERNEL
+
     def _launch(self, caches: Sequence[Any]) -> None:
-        if self.followers is not None and self.followers.overlaps:
+        overlaps = self.followers is not None and self.followers.overlaps
+        if self.pieces is not IN_ONE_PIECE and not overlaps:
+            self.pieces.evaluate(caches)
+        elif self.runs_ahead:
+            mx.reset_peak_memory()
+            found: list[Any] = [each for _, each in tree_flatten([cache.state for cache in caches])]
+            self.ahead.launch([each for each in found if isinstance(each, mx.array)])
+        elif overlaps:
             # What comes next is told to the followers before this is waited for.
             states = [cache.state for cache in caches]
             self._prefilling = True
@@ -208,12 +221,6 @@ class Prefilling:
             else:
                 # MLX launches only a few operations on a CPU without waiting for them.
                 self._unlaunched = states
-        elif self.pieces is not IN_ONE_PIECE:
-            self.pieces.evaluate(caches)
-        elif self.runs_ahead:
-            mx.reset_peak_memory()
-            found: list[Any] = [each for _, each in tree_flatten([cache.state for cache in caches])]
-            self.ahead.launch([each for each in found if isinstance(each, mx.array)])
         else:
             mx.eval([cache.state for cache in caches])
 

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from ....cluster.errors import ModelLoadError, SatchelError, Unavailable
 from ....cluster.telemetry.process import begin_telemetry
 from ...protocol.group_clients import StageClient
 from ...protocol.group_messages import FoundPart, ReadPart, StageAddress, StageState
-from ...rpc.shell import answers
+from ...rpc.shell import SWITCH_S, answers
 from ...supervision.watchdog import Watchdog
 from .link.broken import GroupBroken
 
@@ -70,6 +71,7 @@ class StageActor:
         self._name, self._rank, self._model, self._scheduling = f"{replica}-stage{rank}", rank, model, scheduling
         self._stage, self._node, self._address, self._timing = stage, node, address, timing
         self._nodes = nodes
+        sys.setswitchinterval(SWITCH_S)
         self._logs, self._traces = logs, traces
         self._state = StageState("starting")
         self._error: SatchelError | None = None

@@ -1,8 +1,9 @@
 """Forms a group: its processes connect and agree on what they compute. The last stage leads.
 
 Every process listens. The leader connects to each follower twice, for calls and for heartbeats, and says where the next
-stage listens; each stage but the last connects to the next one, for hidden states, and if that is not the leader also
-for heartbeats, because the link between two followers is another one. Whoever connects must have the cluster's key.
+stage listens; to the first stage it connects a third time, for tokens. Each stage but the last connects to the next
+one, for hidden states, and if that is not the leader also for heartbeats, because the link between two followers is
+another one. Whoever connects must have the cluster's key.
 Processes that have a share of every layer pass no hidden states; they form MLX's own group (`tensor/member.py`).
 """
 
@@ -25,6 +26,7 @@ from .calls.leading import Leading
 from .link.broken import Wholeness
 from .link.connection import FAILED, HANDSHAKE_S, Address, Connection
 from .link.heartbeats import Heartbeats
+from .link.times import Times
 from .pictures.picture_messages import Wanted
 from .tensor.member import Joining
 from .tensor.model import Share
@@ -32,7 +34,8 @@ from .tensor.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_CALLS, _HEARTBEATS, _STATES, _NEIGHBOUR = "calls", "heartbeats", "states", "heartbeats of the stage before"
+_CALLS, _HEARTBEATS, _TOKENS, _STATES = "calls", "heartbeats", "tokens", "states"
+_NEIGHBOUR = "heartbeats of the stage before"
 """What a connection is for: the kind of its first message."""
 
 _FORM, _RANK = "form", "rank"
@@ -148,6 +151,7 @@ class Member:
 
     Attributes:
         wholeness: whether the group is whole.
+        times: where this process's time goes.
     """
 
     def __init__(
@@ -162,7 +166,7 @@ class Member:
         joining: Joining | None = None,
     ) -> None:
         self._joining = joining
-        self.wholeness = Wholeness(self._shut)
+        self.wholeness, self.times = Wholeness(self._shut), Times()
         self._memory_bytes, self._broken = memory_bytes, broken
         self._group, self._rank, self._key, self._times = group, rank, key, times
         self._listener = listener
@@ -184,14 +188,16 @@ class Member:
             GroupBroken: it cannot be formed.
         """
         with self.wholeness.kept():
-            calls, beating = [], []
+            calls, beating, tokens = [], [], None
             for number, (address, after) in enumerate(pairwise(addresses)):
                 calls.append(self._connect(address, number, _CALLS))
                 calls[-1].send(_FORM, [*after, number + 1 == self._rank, loaded.spec.bytes_per_token])
                 beating.append((self._connect(address, number, _HEARTBEATS), f"stage {number}"))
             if (shared := ranks_of(loaded)) is None:
                 self._begin_heartbeats(beating)
+                tokens = self._connect(addresses[0], 0, _TOKENS)
                 (loaded.model.before,) = self._accept([_STATES])
+                loaded.model.times = self.times
             ranks = [Rank(**connection.expect(_RANK, self._until)) for connection in calls]
             if why := why_not([*ranks, Rank.of(loaded, batch)]):
                 for connection in calls:
@@ -202,7 +208,14 @@ class Member:
                 self._joining.lead(shared, calls, self._listener.getsockname()[0], self._until)
                 self._begin_heartbeats(beating)
             wanted = [Wanted(rank.embeds, rank.levels_from) for rank in ranks]
-            batch.followers = self._leading = Leading(calls, self.wholeness, wanted, overlaps=shared is None)
+            batch.followers = self._leading = Leading(
+                calls,
+                self.wholeness,
+                wanted,
+                overlaps=shared is None,
+                tokens=tokens if shared is None and loaded.model.launches else None,
+            )
+            self._leading.times = self.times
 
     def follow(self, loaded: LoadedModel) -> Following:
         """Joins the group as another stage than the last. Returns the follower, which is to be run.
@@ -215,31 +228,39 @@ class Member:
         """
         with self.wholeness.kept():
             shared = ranks_of(loaded)
-            before = [_STATES, _NEIGHBOUR] if self._rank and shared is None else []
+            before = [] if shared is not None else [_STATES, _NEIGHBOUR] if self._rank else [_TOKENS]
             calls, beats, *before = self._accept([_CALLS, _HEARTBEATS, *before])
             leader = [(beats, "the leader")]
             if shared is None:
                 self._begin_heartbeats(leader)
             host, port, leads, token_bytes = calls.expect(_FORM, self._until)
             after = self._take_place(loaded, before, (host, port), leads) if shared is None else None
+            tokens = before[0] if before and not self._rank else None
             batch = Batch(loaded)
+            if after is not None:
+                loaded.model.tokens, loaded.model.times = tokens, self.times
+                batch.runs_ahead = batch.may_run_ahead
+                loaded.model.before_launch = batch.wait_for_prefill
             calls.send(_RANK, asdict(Rank.of(loaded, batch)))
             if shared is not None:
                 assert self._joining is not None, "a share needs a way to join the others"
                 self._joining.follow(shared, calls, self._listener.getsockname()[0], self._until)
                 self._begin_heartbeats(leader)
-            return Following(batch, calls, after, self.wholeness, loaded.spec.bytes_per_token / token_bytes)
+            relative_bytes = loaded.spec.bytes_per_token / token_bytes
+            following = Following(batch, calls, after, self.wholeness, relative_bytes, tokens)
+            following.times = self.times
+            return following
 
     def _take_place(self, loaded: LoadedModel, before: Sequence[Connection], after: Address, leads: bool) -> Connection:
         """Connects a stage with its neighbours. Returns the connection to the next one.
 
         Args:
-            before: from the stage before, for hidden states and for heartbeats; none for the first stage.
+            before: from the stage before, for hidden states and for heartbeats; for the first stage none that it uses.
             after: where the next stage listens.
             leads: whether that is the leader, which has heartbeats already.
         """
         loaded.model.before = None
-        if before:
+        if self._rank:
             loaded.model.before = before[0]
             self._begin_heartbeats([(before[1], f"stage {self._rank - 1}")])
         loaded.model.after = connection = self._connect(after, self._rank + 1, _STATES)
@@ -272,9 +293,13 @@ class Member:
 
     def _connect(self, address: Address, rank: int, what: str) -> Connection:
         connection = Connection.connect(address, self._key, self._name(rank), self._until)
-        self._connections.append(connection)
+        self._begin(connection)
         connection.send(what)
         return connection
+
+    def _begin(self, connection: Connection) -> None:
+        connection.failed, connection.times = self.wholeness.break_off, self.times
+        self._connections.append(connection)
 
     def _accept(self, wanted: Sequence[str]) -> list[Connection]:
         """Returns a connection for each of these uses, in order. Others are closed."""
@@ -291,7 +316,7 @@ class Member:
             except SatchelError as error:
                 logger.warning("a connection of %s to a group is refused: %s", host, error)
                 continue
-            self._connections.append(connection)
+            self._begin(connection)
             what, _ = connection.receive(HANDSHAKE_S) or ("", [])
             if what in wanted and what not in found:
                 found[what] = connection

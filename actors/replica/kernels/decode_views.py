@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import sqrt
 
 import mlx.core as mx
 
@@ -16,8 +17,10 @@ from .sealing import Sealed
 WARPS = 4
 """Warps of a group of the kernel's threads."""
 
-GROUPS_WANTED = 1024
-"""This many groups of threads keep a large device busy."""
+UNITS_OF_ONE = 200
+"""Up to about so many units of all its KV heads, a token has a group of threads for every `WARPS` of them; with more, a
+group has more, as the square root of their number. So few sequences keep a large device busy, and many do not begin too
+many groups: measured on an H200 with 1 to 32 sequences of 1,500 to 30,000 tokens."""
 
 NEW_MOST = 16
 """The most new tokens of a sequence in a step: the next one and its draft."""
@@ -98,7 +101,8 @@ class NewTokens:
         new: Sequence[int] | None = None,
         rows: int = 0,
     ) -> NewTokens:
-        """Divides the tokens' units among groups of threads, so that a token of a long sequence gets many.
+        """Divides the tokens' units among groups of threads, so that a token of a long sequence gets many. How those of
+        a token are divided does not depend on other tokens, and so neither do the bits of its attention.
 
         Args:
             starts: where each sequence's blocks begin in `slots`, and where the last's end.
@@ -123,8 +127,7 @@ class NewTokens:
                 for sequence, place in zip(owners, places, strict=True)
             ]
         units = [4 * (end - begin) + -(-tokens // 32) for begin, end, tokens in zip(begins, ends, opened, strict=True)]
-        each = WARPS * max(1, round(sum(units) * kv_heads / (GROUPS_WANTED * WARPS)))
-        groups = [-(-count // each) for count in units]
+        groups = [-(-count // _units_of_a_group(count, kv_heads)) for count in units]
         padding = max(0, (rows if new is None else padded_count(len(owners))) - len(owners))
         of_groups = [token for token, count in enumerate(groups) for _ in range(count)]
         whole = len(of_groups) == len(groups)
@@ -137,6 +140,10 @@ class NewTokens:
         padded = [number for column in columns for number in (*column, *[0] * padding)]
         numbers = [len(owners) + padding, *padded, *jobs, *of_groups]
         return cls(slots, mx.array(numbers, mx.int32), len(owners) + padding, 1 if new is None else NEW_MOST)
+
+
+def _units_of_a_group(units: int, kv_heads: int) -> int:
+    return WARPS * max(1, round(sqrt(units * kv_heads / UNITS_OF_ONE)))
 
 
 @dataclass(frozen=True)

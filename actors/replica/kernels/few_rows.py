@@ -29,19 +29,19 @@ ROWS_MOST = 128
 _BITS, _GROUP_SIZES = 4, (64, 128)
 
 # Template: T, GS (weights a scale), NT (tiles of 8 rows), BIAS, GATED; and of a group of threads R (tiles of 16
-# outputs), W (warps) and RUN. `sizes` are the rows, outputs, inputs, whether `more` is added, and where each part of
-# the outputs ends. PART is the array of a part, (rows, width). If GATED, the first half of the outputs are gates, and
-# half of a group's tiles are the outputs in the other half that belong to its gates.
+# outputs), W (warps), RUN and TURN. `sizes` are the rows, outputs, inputs, whether `more` is added, and where each part
+# of the outputs ends. PART is the array of a part, (rows, width). If GATED, the first half of the outputs are gates,
+# and half of a group's tiles are the outputs in the other half that belong to its gates.
 #
-# The warps share the inputs, a run of 64 * RUN at a time, of which a step multiplies 64. While a warp multiplies a run,
-# it loads the next one, so that memory always has enough to do; a run's scales are loaded together. In a tensor core's
-# product the left side is weights, (16 outputs, 16 inputs), and the right side rows, (16 inputs, 8 rows). The order of
-# inputs is free as long as both sides agree: lane 4g + q has inputs 16q to 16q+15 of outputs g and g+8 and of row g,
-# and passes input p of eight together with input p+4, as they are in a word. A weight's code c is in the low bits of
-# the number BASE + c. `sums`, which add up only the rows' inputs, are used to subtract BASE again, and for the weights'
-# bias.
+# The warps share the inputs, a turn of TURN steps at a time; a step multiplies 64. While a warp multiplies a run of RUN
+# steps, it loads the next one, so that memory always has enough to do; a run's scales are loaded together. In a tensor
+# core's product the left side is weights, (16 outputs, 16 inputs), and the right side rows, (16 inputs, 8 rows). The
+# order of inputs is free as long as both sides agree: lane 4g + q has inputs 16q to 16q+15 of outputs g and g+8 and of
+# row g, and passes input p of eight together with input p+4, as they are in a word. A weight's code c is in the low
+# bits of the number BASE + c. `sums`, which add up only the rows' inputs, are used to subtract BASE again, and for the
+# weights' bias.
 _BODY = """
-  constexpr int OWN = GATED ? R / 2 : R, OUTPUTS = 16 * OWN, WIDE = 16 * R + 4;
+  constexpr int OWN = GATED ? R / 2 : R, OUTPUTS = 16 * OWN, WIDE = 16 * R + 4, PER = TURN / RUN;
   constexpr int SN = RUN * 64 / GS > 1 ? RUN * 64 / GS : 1;
   constexpr unsigned int ONES = ONE_BITS, HIGH = BASE_BITS, LOW = 0x000f000fu;
   // Weights are read once, a line of the cache by four loads in turn.
@@ -104,20 +104,22 @@ _BODY = """
   float total[R][NT][4];
   #pragma unroll
   for (int r = 0; r < R; r++) for (int n = 0; n < NT; n++) for (int j = 0; j < 4; j++) total[r][n][j] = 0.f;
-  const int runs = K / (64 * RUN);
-  if (WARP < runs) {
-    load_scales(WARP);
+  const int all = K / (64 * TURN), mine = (all - (int)WARP + W - 1) / W * PER;
+  auto run_of = [&](int i) { return (i / PER * W + (int)WARP) * PER + i % PER; };
+  if (mine > 0) {
+    load_scales(run_of(0));
     #pragma unroll
-    for (int step = 0; step < RUN; step++) load(WARP, step);
+    for (int step = 0; step < RUN; step++) load(run_of(0), step);
   }
-  for (int run = WARP; run < runs; run += W) {
-    const bool more = run + W < runs;
+  for (int i = 0; i < mine; i++) {
+    const bool more = i + 1 < mine;
+    const int next = run_of(i + 1);
     #pragma unroll
     for (int r = 0; r < R; r++) for (int h = 0; h < 2; h++) {
       scales_now[r][h] = scales_next[r][h];
       biases_now[r][h] = biases_next[r][h];
     }
-    if (more) load_scales(run + W);
+    if (more) load_scales(next);
     #pragma unroll
     for (int step = 0; step < RUN; step++) {
       uint2 now[R][2];
@@ -132,7 +134,7 @@ _BODY = """
         right[n][4 * h + 2] = __byte_perm(v.y, v.w, 0x5410);
         right[n][4 * h + 3] = __byte_perm(v.y, v.w, 0x7632);
       }
-      if (more) load(run + W, step);
+      if (more) load(next, step);
       float sums[NT][4];
       #pragma unroll
       for (int n = 0; n < NT; n++) {
@@ -278,26 +280,31 @@ def _tiles(rows: int) -> int:
     return 1 if rows <= 8 else 2 if rows <= 16 else 4
 
 
-_SHAPES = {
-    1: {65536: (2, 4, 2), 8192: (1, 4, 4), 0: (1, 8, 4)},
-    2: {8192: (2, 4, 2), 4096: (2, 8, 2), 0: (1, 8, 4)},
-    4: {8192: (2, 4, 2), 0: (2, 8, 2)},
-}
-"""By tiles of rows and the least outputs: a group's tiles of outputs, its warps, and the most steps of a run. The
-fastest on an H200 for the products of models of 0.6B, 1.5B and 8B, as far as the number of outputs decides it."""
+_ORDERS = {65536: (4, 2), 8192: (4, 4), 0: (8, 4)}
+_ORDER_GATED = 4, 4
+"""By the least outputs: a group's warps, and the most steps of a turn. They decide in which order numbers are added up.
+So they do not depend on the number of rows, and a row's product has the same bits beside any others."""
+
+_SHAPES = {1: {65536: (2, 2), 0: (1, 4)}, 2: {4096: (2, 2), 0: (1, 4)}, 4: {0: (2, 2)}}
+_SHAPES_GATED = {1: (2, 4), 2: (2, 4), 4: (2, 2)}
+"""By tiles of rows, and the least outputs: a group's tiles of outputs, and the most steps of a run. Beside the orders,
+these are the fastest on an H200 for products of models of 0.6B, 1.5B and 8B, as far as the outputs decide it."""
 
 
-_SHAPE_GATED = (2, 8, 2)
-"""Of a gated product with so few outputs that a group would have one tile."""
+def _shape(tiles: int, outputs: int, inputs: int, gated: bool = False) -> tuple[int, int, int, int]:
+    """Returns tiles of outputs and warps of a group, and steps of a run and of a turn. All warps have a turn if there
+    are enough inputs, and a run's scales can be loaded together."""
+    warps, longest = _ORDER_GATED if gated else _of(_ORDERS, outputs)
+    output_tiles, most = _SHAPES_GATED[tiles] if gated else _of(_SHAPES[tiles], outputs)
+    turns = [turn for turn in (4, 2) if turn <= longest and inputs % (64 * turn) == 0 and inputs >= 64 * turn * warps]
+    # With few inputs it matters that all warps have as many turns.
+    even = [turn for turn in turns if gated and inputs % (64 * turn * warps) == 0]
+    turn = next(iter([*even, *turns, 1]))
+    return output_tiles, warps, min(turn, most), turn
 
 
-def _shape(tiles: int, outputs: int, inputs: int, gated: bool = False) -> tuple[int, int, int]:
-    """Returns tiles of outputs and warps of a group, and steps of a run. All warps have a run if there are enough
-    inputs, and a run's scales can be loaded together."""
-    shape = next(shape for least, shape in _SHAPES[tiles].items() if outputs >= least)
-    output_tiles, warps, most = _SHAPE_GATED if gated and shape[0] == 1 else shape
-    runs = (run for run in (4, 2) if run <= most and inputs % (64 * run) == 0 and inputs >= 64 * run * warps)
-    return output_tiles, warps, next(runs, 1)
+def _of(by_outputs: dict[int, tuple[int, int]], outputs: int) -> tuple[int, int]:
+    return next(found for least, found in by_outputs.items() if outputs >= least)
 
 
 @dataclass(frozen=True)
@@ -318,6 +325,7 @@ def _plan(
     output_tiles: int,
     warps: int,
     run: int,
+    turn: int,
     bias: bool,
     gated: bool,
     parts: int,
@@ -336,7 +344,7 @@ def _plan(
         chosen = f"part == {part} ? {names[part]} : {chosen}"
     body = body.replace("PART", chosen)
     template = [("T", dtype), ("GS", group_size), ("NT", tiles), ("BIAS", bias), ("GATED", gated)]
-    template += [("R", output_tiles), ("W", warps), ("RUN", run)]
+    template += [("R", output_tiles), ("W", warps), ("RUN", run), ("TURN", turn)]
     launch = kernel(f"few_rows_{kind}_{parts}", _INPUTS, names, body)
     return _Plan(launch, template, 16 * output_tiles // (2 if gated else 1), 32 * warps)
 

@@ -28,12 +28,14 @@ from ..execution.recorded.deferral import Deferral
 from ..execution.recorded.fused_products import FusedProducts
 from ..execution.recorded.residual_sums import ResidualSums
 from ..kernels import decode_kernel, gpu_kernels
-from ..kv.caches import ModelCacheSpec, Slab, merge, new_caches, new_pool, restore
+from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
 from ..kv.paged_cache import PagedKVCache, Reads
 from ..kv.sequence_view import SequenceView
-from ..proving.agreement import TOLERANCE_16, Logits, Verdict, agree, farthest, try_change
+from ..proving.agreement import MODEL_ERRORS, TOLERANCE_16, Logits, Verdict, agree, farthest, try_change
 from ..proving.findings import NOWHERE, Findings
 from ..proving.pieces import IN_ONE_PIECE, Pieces
+from .alike import tokens_alike
+from .trial_sequences import far, prefill, sequences_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ TRIES_MAX = 2
 """After so many processes that ended while kernels were tried, they are not tried again. One may have been stopped."""
 
 _FAILS, _TRYING = "fails:", "trying_kernels"
-_WHAT, _VERSION = "decode_way", 7
+_WHAT, _VERSION = "decode_way", 8
 """Increased whenever the ways, or their tests, change."""
 
 
@@ -131,9 +133,10 @@ def _known(found: Any) -> DecodeWay | None:
             "summed": bool(summed),
             "tensor": bool(tensor),
             "gated": bool(gated),
+            "alike": int(alike),
         }:
             with suppress(ValueError):
-                return DecodeWay(Reads(reads), compiled, fused, reason, drafts, summed, tensor, gated)
+                return DecodeWay(Reads(reads), compiled, fused, reason, drafts, summed, tensor, gated, alike)
     return None
 
 
@@ -184,9 +187,22 @@ def _found(
     if not shared and spec.policy is not None and spec.policy.quantizes and decode_kernel.has_tensor_cores():
         reason, tensor_drafts = why_not(tensor := replace(how, tensor=True), how)
         if not reason and (tensor_drafts or not drafts):
-            return tensor.way(drafts=drafts)
-        logger.info("blocks are not read with tensor cores: %s", reason or "steps with drafts compute something else")
-    return how.way(drafts=drafts)
+            how = tensor
+        else:
+            drafts_differ = "steps with drafts compute something else"
+            logger.info("blocks are not read with tensor cores: %s", reason or drafts_differ)
+    alike = _tokens_alike(model, spec, how, context_tokens, pieces) if drafts and whole and not shared else 0
+    return replace(how.way(drafts=drafts), alike=alike)
+
+
+def _tokens_alike(model: Any, spec: ModelCacheSpec, how: _Recording, context_tokens: int, pieces: Pieces) -> int:
+    """As `tokens_alike`; 0 if that fails."""
+    try:
+        with decode_kernel.tensor_cores(how.tensor):
+            return tokens_alike(model, spec, how.step(model), context_tokens // BLOCK_TOKENS - 1, pieces)
+    except MODEL_ERRORS as error:
+        logger.warning("it is not known whether drafts change bits: %s", first_sentence(error))
+        return 0
 
 
 @dataclass(frozen=True)
@@ -243,7 +259,7 @@ def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces, tol
 
     def steps(way: Reads) -> list[mx.array]:
         caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=kernels), way)
-        _prefill(model, caches, BLOCK_TOKENS + 2, pieces)
+        prefill(model, caches, BLOCK_TOKENS + 2, pieces)
         tried.append(caches)
         return [_step(model, caches, token, pieces) for token in (0, 1, 0)]
 
@@ -365,37 +381,11 @@ def _timed_sequences(
     """Returns the caches of sequences whose steps show what a way saves: several long ones for tensor cores, several
     short ones for products of few rows, which are of more than one, and else a short one."""
     if how.tensor:
-        return _sequences(model, spec, min(LONG_BLOCKS, most_blocks), pieces)
+        return merge(sequences_of(model, spec, [min(LONG_BLOCKS, most_blocks)] * LONG_SEQUENCES, pieces))
     if how.way().gated:
-        return _sequences(model, spec, 0, pieces)
+        return merge(sequences_of(model, spec, [0] * LONG_SEQUENCES, pieces))
     caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=True), Reads.KERNEL)
-    _prefill(model, caches, 3, pieces)
-    return caches
-
-
-def _sequences(model: Any, spec: ModelCacheSpec, blocks: int, pieces: Pieces) -> list[PagedKVCache]:
-    """Returns the caches of `LONG_SEQUENCES` sequences of so many blocks and two tokens."""
-    pool = new_pool(spec, kernels=True)
-
-    def sequence() -> list[Any]:
-        return new_caches(spec, make_prompt_cache(model), pool, Reads.KERNEL)
-
-    first = sequence()
-    _prefill(model, first, BLOCK_TOKENS, pieces)
-    block = SequenceView(spec, first, None, BLOCK_TOKENS).cut(0, BLOCK_TOKENS)
-    _prefill(model, first, 2, pieces)
-    return merge([_far(spec, sequence(), first, block, blocks) for _ in range(LONG_SEQUENCES)])
-
-
-def _far(spec: ModelCacheSpec, caches: list[Any], source: Sequence[Any], block: Any, blocks: int) -> list[Any]:
-    """Fills the caches of a sequence that has so many times the same block, so that it costs no memory.
-
-    Args:
-        source: caches of a sequence with that block and two tokens.
-    """
-    tail = SequenceView(spec, source, None, BLOCK_TOKENS + 2).cut(BLOCK_TOKENS, BLOCK_TOKENS + 2)
-    assert isinstance(tail, Slab)
-    restore(spec, caches, [block] * max(0, blocks), tail, tail.tokens)
+    prefill(model, caches, 3, pieces)
     return caches
 
 
@@ -415,12 +405,12 @@ def _batch_steps(
         return new_caches(spec, make_prompt_cache(model), pool, Reads.KERNEL)
 
     sequences = [sequence(), sequence()]
-    _prefill(model, sequences[0], BLOCK_TOKENS, pieces)
+    prefill(model, sequences[0], BLOCK_TOKENS, pieces)
     block = SequenceView(spec, sequences[0], None, BLOCK_TOKENS).cut(0, BLOCK_TOKENS)
-    _prefill(model, sequences[0], 2, pieces)
-    _prefill(model, sequences[1], 3, pieces)
+    prefill(model, sequences[0], 2, pieces)
+    prefill(model, sequences[1], 3, pieces)
     if far_blocks > 1:
-        sequences.append(_far(spec, sequence(), sequences[0], block, far_blocks))
+        sequences.append(far(spec, sequence(), sequences[0], block, far_blocks))
     batch = merge(sequences)
     for token in (0, 1, 0):
         inputs = mx.array([token, 1 - token, token][: len(sequences)], mx.uint32)
@@ -445,12 +435,6 @@ def _draft_step(model: Any, step: CompiledStep | None, batch: Sequence[PagedKVCa
         # A step writes in place, which nothing tells the next one's kernels.
         mx.eval(found[-1])
     return mx.concatenate([found[at][sequence] for sequence, count in enumerate(new) for at in range(count)])
-
-
-def _prefill(model: Any, caches: Sequence[Any], tokens: int, pieces: Pieces) -> None:
-    model(mx.array([[number % 2 for number in range(tokens)]], mx.uint32), cache=caches)
-    # The output layer is not computed.
-    pieces.evaluate(caches)
 
 
 def _step(model: Any, caches: Sequence[Any], token: int, pieces: Pieces = IN_ONE_PIECE) -> mx.array:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
 from typing import Any
 
 import mlx.core as mx
@@ -36,10 +36,16 @@ may round sums too: on a CPU it was off by 5e-2 itself."""
 OUTPUTS_DEQUANTIZED = 8192
 """At a time."""
 
-TIMED_PRODUCTS, TIMED_ROUNDS = 8, 5
+TIMED_LEAST, TIMED_MOST, TIMED_ROUNDS = 4, 32, 5
+"""Products of one shape are timed with the weights of as many layers as there are: those of a single one would stay in
+the device's cache, where no step finds them."""
 
+ONE_ROW_SLOWER_MOST = 1.5
+"""One row is multiplied by the kernel too, unless it takes this many times as long as MLX's: then a token's logits have
+the same bits alone and beside others. Weights that no cache has it reads two to three times as fast on an H200, but
+small products are bound by the host, which takes a little longer to launch it."""
 
-_WHAT, _VERSION = "few_rows", 4
+_WHAT, _VERSION = "few_rows", 5
 """Increased whenever the kernel or its test changes."""
 
 
@@ -64,17 +70,19 @@ def install(model: nn.Module, findings: Findings = NOWHERE, pieces: Pieces = IN_
         bounds |= {shape: rows for shape, rows in known.items() if rows in _BOUNDS}
     better: list[tuple[str, Any]] = []
     found: list[tuple[str, Any, tuple[int, ...], str]] = []
+    alike: dict[str, list[tuple[Any, _Today]]] = {}
     for name, layer in modules.items():
         if not fits(layer):
             continue
         product = modules.get(_whole(name).rpartition(".")[0])
         widths: tuple[int, ...] = getattr(product, "widths", (layer.weight.shape[0],))
         found.append((name, layer, widths, _shape_of(layer, widths)))
+        alike.setdefault(found[-1][-1], []).append((layer, _product(modules[_whole(name)])))
         if found[-1][-1] not in bounds:
             prepare_products(layer, widths)
     for name, layer, widths, shape in found:
         if shape not in bounds:
-            bounds[shape] = _bounds(layer, _product(modules[_whole(name)]), widths)
+            bounds[shape] = _bounds(alike[shape], widths)
             findings.note(_WHAT, _VERSION, bounds)
             pieces.pause()
         least, most = bounds[shape]
@@ -95,19 +103,23 @@ def _shape_of(layer: Any, widths: Sequence[int]) -> str:
     return str((*layer.weight.shape, layer.group_size, "bias" in layer, widths, kind))
 
 
-def _product(layer: Any) -> Callable[[mx.array], mx.array]:
+_Today = Callable[[mx.array], mx.array]
+"""Computes a product without the kernel."""
+
+
+def _product(layer: Any) -> _Today:
     return getattr(layer, "as_linear", layer)
 
 
-def _bounds(layer: Any, today: Callable[[mx.array], mx.array], widths: Sequence[int]) -> list[int]:
-    """Returns for how many rows, at least and at most, the kernel is to be used for layers of this shape, 0 for none.
+def _bounds(alike: Sequence[tuple[Any, _Today]], widths: Sequence[int]) -> list[int]:
+    """Returns for how many rows, at least and at most, the kernel is to be used for some layers of one shape, 0 for
+    none.
 
     Args:
-        today: computes the product without the kernel.
-        widths: the parts in which the product is computed. If there are two, one may have the gates of the other
+        widths: the parts in which a product is computed. If there are two, one may have the gates of the other
             (`recorded/fused_products.py`).
     """
-    gated = gates(widths)
+    (layer, _), gated = alike[0], gates(widths)
     shape = f"{layer.weight.shape[0]} x {layer.weight.shape[1] * 8}"
     inputs = [_inputs(layer, count, 1)[0] for rows in ROWS_TRIED for count in (rows, rows - 3)]
     inputs += _inputs(layer, 1, 1)
@@ -127,8 +139,9 @@ def _bounds(layer: Any, today: Callable[[mx.array], mx.array], widths: Sequence[
     error = verdict.error
     if verdict.holds:
         try:
-            most = next((rows for rows in ROWS_TRIED if not _kernel_is_slower(layer, rows, today, widths)), 0)
-            return [1 if most and not _kernel_is_slower(layer, 1, today, widths) else ROWS_LEAST, most]
+            most = next((rows for rows in ROWS_TRIED if not _kernel_is_slower(alike, rows, widths)), 0)
+            takes_one = most and not _kernel_is_slower(alike, 1, widths, ONE_ROW_SLOWER_MOST)
+            return [1 if takes_one else ROWS_LEAST, most]
         except MODEL_ERRORS as failed:
             error = failed
     reason = verdict.reason if error is None else first_sentence(error)
@@ -146,19 +159,29 @@ def _why_not(expected: Logits, got: Logits) -> str:
     return ""
 
 
-def _kernel_is_slower(layer: Any, rows: int, today: Callable[[mx.array], mx.array], widths: Sequence[int]) -> bool:
-    inputs, shape = _inputs(layer, rows, TIMED_PRODUCTS), f"{layer.weight.shape[0]} x {layer.weight.shape[1] * 8}"
-    ends = [*accumulate(widths[:-1])]
+def _kernel_is_slower(
+    alike: Sequence[tuple[Any, _Today]], rows: int, widths: Sequence[int], times: float = 1.0
+) -> bool:
+    """Whether products take more than so many times as long with the kernel."""
+    (layer, _), ends = alike[0], [*accumulate(widths[:-1])]
+    shape = f"{layer.weight.shape[0]} x {layer.weight.shape[1] * 8}"
+    timed = [*islice(cycle(alike), max(TIMED_LEAST, min(len(alike), TIMED_MOST)))]
+    inputs = _inputs(layer, rows, len(timed))
 
-    def parts(x: mx.array) -> list[mx.array]:
+    def parts(today: _Today, x: mx.array) -> list[mx.array]:
         # Queries, keys and values are copied before other kernels read them. What reads gates needs no copy.
-        found = mx.split(today(x), ends, axis=-1)
-        return [part if gates(widths) else mx.contiguous(part) for part in found]
+        found = mx.split(today(x), ends, axis=-1) if ends else [today(x)]
+        return [part if gates(widths) or not ends else mx.contiguous(part) for part in found]
 
-    ways = (parts if ends else today, lambda x: multiply(layer, x, widths))
-    today_s, kernel_s = (_product_s(product, inputs) for product in ways)
+    def products(xs: list[mx.array]) -> list[list[mx.array]]:
+        return [parts(today, x) for (_, today), x in zip(timed, xs, strict=True)]
+
+    def by_the_kernel(xs: list[mx.array]) -> list[list[mx.array]]:
+        return [multiply(layer, x, widths) for (layer, _), x in zip(timed, xs, strict=True)]
+
+    today_s, kernel_s = (_product_s(run, inputs) for run in (products, by_the_kernel))
     logger.info("%s, rows: %d: %.1f us, by the kernel %.1f us", shape, rows, today_s * 1e6, kernel_s * 1e6)
-    return is_slower(today_s, kernel_s)
+    return is_slower(today_s * times, kernel_s)
 
 
 def _plain_product(layer: Any, x: mx.array) -> mx.array:
@@ -176,12 +199,8 @@ def _inputs(layer: Any, rows: int, count: int) -> list[mx.array]:
     return list(mx.random.normal(shape, key=mx.random.key(rows)).astype(layer.scales.dtype))
 
 
-def _product_s(product: Callable[[mx.array], mx.array | list[mx.array]], inputs: list[mx.array]) -> float:
+def _product_s(products: Callable[[list[mx.array]], list[list[mx.array]]], inputs: list[mx.array]) -> float:
     """Returns the shortest time of a product, in seconds, among others in a recorded graph, as in decode steps."""
-
-    def products(inputs: list[mx.array]) -> list[mx.array | list[mx.array]]:
-        return [product(x) for x in inputs]
-
     run, times = mx.compile(products), []
     mx.eval(run(inputs))
     for _ in range(TIMED_ROUNDS):

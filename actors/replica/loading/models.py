@@ -260,7 +260,7 @@ def _claimed_weights(how: _How, claim: Callable[[int], None]) -> list[WeightFile
     needed = bytes_in_memory(files, how.dtype.size if how.dtype is not None else None)
     needed += by_request.adapters_bytes(how.named, how.dtype.size if how.dtype is not None else 2)
     claim(needed)
-    _check_memory(how.source, needed)
+    check_memory(how.source, needed)
     return files
 
 
@@ -499,7 +499,7 @@ def _hidden(running: _Running, findings: Findings, pieces: Pieces) -> HiddenStat
         return first_sentence(error)
 
 
-def _check_memory(source: str, needed: int) -> None:
+def check_memory(source: str, needed: int) -> None:
     """Refuses weights that do not fit into the free memory: the machine would swap, or the kernel would kill a process.
 
     Raises:

@@ -29,6 +29,7 @@ from ....cluster.telemetry.context import span
 from ...protocol.replica_messages import GenerateRequest, PoolingRequest
 from ..device.device_errors import DeviceFailed, on_device
 from ..energy_pace import EnergyPace
+from ..execution.draft_model.model_drafts import DraftModel
 from ..execution.executor import BatchExecutor
 from ..execution.followers import Followers
 from ..execution.loaded_model import LoadedModel
@@ -76,7 +77,7 @@ class Engine:
         tell: called with a device error's text.
         follows: the engine that this one replaces, with its callers; see `hand_over`.
         trust_remote_code: whether code in the model's folder may run, where its tokenizer is read.
-        drafts, followers: as for `BatchExecutor`.
+        drafts, exact_drafts, draft_model, followers: as for `BatchExecutor`.
     """
 
     def __init__(
@@ -93,6 +94,8 @@ class Engine:
         *,
         trust_remote_code: bool = False,
         drafts: bool = False,
+        exact_drafts: bool = False,
+        draft_model: DraftModel | None = None,
         followers: Followers | None = None,
     ) -> None:
         self.loaded = loaded
@@ -102,7 +105,9 @@ class Engine:
         self.pace = PrefillPace(limits.prefill_chunk_tokens, scheduling.prefill_pause_s)
         self.energy = EnergyPace()
         self.scheduler = scheduler = Scheduler(limits)
-        self.executor = executor = BatchExecutor(loaded, drafts=drafts, followers=followers)
+        self.executor = executor = BatchExecutor(
+            loaded, drafts=drafts, exact_drafts=exact_drafts, draft_model=draft_model, followers=followers
+        )
         self.memory = memory = SequenceMemory(
             loaded.spec, executor, scheduling.prefix_bytes_max, writes=disk is not None
         )

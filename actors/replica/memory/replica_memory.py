@@ -122,6 +122,10 @@ class ReplicaMemory:
             raise NoRoom(self._no_room(weights))
         self._wait_for(weights)
 
+    def make_way_beside(self, weights: int) -> None:
+        """As `make_way`, for a second model that is loaded too."""
+        self.make_way(self._own.weights + weights)
+
     def _wait_for(self, nbytes: int) -> None:
         """Waits until the other replicas have made room for what is claimed, for a while."""
         ends = time.monotonic() + YIELD_S
@@ -172,13 +176,17 @@ class ReplicaMemory:
         """What this replica needs before anything is divided, in bytes."""
         return self._own.weights + self._own.workspace
 
-    def settle(self, loaded: LoadedModel) -> int:
+    def settle(self, loaded: LoadedModel, beside_bytes: int = 0) -> int:
         """Notes what a loaded model needs. Returns this replica's part for KV and pictures, in bytes.
+
+        Args:
+            beside_bytes: what it needs besides that is not allocated yet.
 
         Raises:
             NoRoom: the part is too small for a single sequence.
         """
         weights = max(0, mx.get_active_memory() - (loaded.pool.nbytes if loaded.pool is not None else 0))
+        weights += beside_bytes
         self.note(weights)
         self._workspace = workspace_of(
             read_json(loaded.folder / "config.json"),

@@ -20,6 +20,9 @@ from .sequence_memory import SequenceMemory
 IDLE_S = 30.0
 """How long half of the pool's slots must be free before it gives them back."""
 
+STAGES_LEAST = 2
+"""A divided model has at least so many stages."""
+
 MUCH_BYTES = 64 * 2**20
 """A pool of fewer bytes keeps its free slots."""
 
@@ -29,6 +32,10 @@ def limits_of(loaded: LoadedModel, scheduling: Scheduling, memory_bytes_max: int
     spec = loaded.spec
     sequences_bytes = min(memory_bytes_max, scheduling.kv_bytes_max or memory_bytes_max)
     chunk = scheduling.prefill_chunk_tokens
+    if loaded.piece_tokens is not None and loaded.vision is None:
+        # It takes a call with several pieces half of the time, and between two calls the first stage waits for the
+        # last. A picture's tokens may be one piece, which needs as much memory as was planned for a chunk.
+        chunk *= STAGES_LEAST
     paged = spec.policy is not None
     return Limits(
         sequences_max=scheduling.sequences_max,

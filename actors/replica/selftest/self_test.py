@@ -25,6 +25,7 @@ from ....cluster.errors import ModelLoadError
 from ...model_files.source import Progress, first_sentence
 from ..device.device import as_numpy, on_gpu
 from ..execution.decode_way import DEQUANTIZED, DecodeWay
+from ..execution.draft_model.model_drafts import DraftModel
 from ..execution.loaded_model import LoadedModel
 from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..kv.paged_cache import Reads
@@ -83,11 +84,18 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Proven:
-    """A model as it may be served. `notes` say what differs from the config, and why, a sentence each."""
+    """A model as it may be served. `notes` say what differs from the config, and why, a sentence each. `draft_model`
+    drafts for it; None for none."""
 
     loaded: LoadedModel
     together: bool = True
     notes: Sequence[str] = ()
+    draft_model: DraftModel | None = None
+
+    @property
+    def kv_beside_bytes(self) -> int:
+        """The most that KV takes that is not the model's own."""
+        return 0 if self.draft_model is None else self.draft_model.kv_bytes
 
     def scheduling(self, asked: Scheduling) -> Scheduling:
         """Returns the limits of its scheduler."""

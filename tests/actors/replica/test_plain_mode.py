@@ -29,7 +29,7 @@ from satchel.actors.replica.selftest import self_test
 from satchel.actors.replica.selftest.forced_sequences import ForcedSequence, Scene
 from satchel.actors.replica.selftest.self_test import Proven, Verdict, prove
 from satchel.actors.replica.serving import Serving
-from satchel.cluster.config.config import Model, Scheduling
+from satchel.cluster.config.config import Drafting, Model, Scheduling
 from satchel.cluster.config.nodes import Node
 from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import ComputesOtherwise, ModelLoadError, SatchelError
@@ -495,3 +495,20 @@ def test_sequences_are_drafted_as_the_config_says(start: Callable[..., Shell], d
     shell = start(numerics="reproducible", drafts=drafts)
     shell.until(lambda: shell.engine is not None)
     assert shell.engine is not None and shell.engine.executor.drafts.wanted == (drafts == "auto")
+
+
+def test_a_drafting_model_is_loaded_beside_and_its_kv_is_claimed(
+    start: Callable[..., Shell], folder: Path, tmp_path: Path
+) -> None:
+    """One that cannot draft is left out, and the replica says why."""
+    claimed = {}
+    for name, source in (("itself", folder), ("other", write_model(tmp_path / "other", "qwen3_next"))):
+        shell = start(numerics="reproducible", drafts=Drafting(str(source)))
+        shell.until(lambda shell=shell: shell.engine is not None)
+        assert shell.engine is not None and shell.memory is not None
+        claimed[name] = shell.memory.claimed_bytes
+        assert shell.engine.executor.drafts.wanted
+        assert (shell.engine.executor.drafts.model is None) == (name == "other")
+        notes = list(shell.taken[-1][0].notes)
+        assert not notes if name == "itself" else "some of its layers are not plain attention" in notes[0]
+    assert claimed["itself"] > claimed["other"]

@@ -224,7 +224,9 @@ async def test_an_engine_that_is_stuck_makes_the_replica_not_ready(
         monkeypatch.setattr(replica._engine, name, numbers, raising=False)
     for name in ("waiting", "failed_checks", "idle_s"):
         monkeypatch.setattr(replica._engine, name, 0, raising=False)
-    executor = SimpleNamespace(drafts=SimpleNamespace(count=0, drafted=0, right=0))
+    executor = SimpleNamespace(
+        drafts=SimpleNamespace(count=0, drafted=0, right=0, drafted_by_model=0, right_by_model=0)
+    )
     monkeypatch.setattr(replica._engine, "executor", executor, raising=False)
     usage = dict.fromkeys(("slots_running", "slots_kept", "slots_free", "memory_bytes", "memory_bytes_max"), 0)
     monkeypatch.setattr(replica._engine, "room", SimpleNamespace(usage=usage), raising=False)

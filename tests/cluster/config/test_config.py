@@ -8,6 +8,7 @@ import pytest
 
 from satchel.cluster.config.config import (
     Config,
+    Drafting,
     Model,
     default_config,
     load_config,
@@ -187,11 +188,28 @@ def test_waiting_for_copies_is_a_time_or_strict() -> None:
             parse_config({**data, "replication_wait": wrong})
 
 
-@pytest.mark.parametrize(("written", "means"), [("", "off"), ("drafts: off", "off"), ("drafts: auto", "auto")])
+@pytest.mark.parametrize(("written", "means"), [("", "exact"), ("drafts: off", "off"), ("drafts: auto", "auto")])
 def test_off_is_what_yaml_takes_for_false(written: str, means: str, tmp_path: Path) -> None:
     file = tmp_path / "satchel.yaml"
     file.write_text(f"models:\n  - name: a\n    source: b\n    {written}\n")
     assert load_config(file).models[0].drafts == means
+
+
+def test_a_drafting_model_is_a_source_or_another_model_of_the_config() -> None:
+    """As a source, because a replica knows its own model only."""
+    models = [
+        {"name": "large", "source": "l", "drafts": {"model": "small"}},
+        {"name": "small", "source": "owner/small", "drafts": {"model": "owner/tiny"}},
+    ]
+    assert [model.drafts for model in parse_config({"models": models}).models] == [
+        Drafting("owner/small"),
+        Drafting("owner/tiny"),
+    ]
+    for wrong in ({"model": ""}, {"small": "a"}, {}):
+        with pytest.raises(ConfigError, match=r"models\[0\].drafts"):
+            parse_config({"models": [{"name": "a", "source": "b", "drafts": wrong}]})
+    with pytest.raises(ConfigError, match="has no drafting model"):
+        parse_config({"models": [{**models[0], "split": {"pipeline": "auto"}}]})
 
 
 def test_trusted_code_is_pinned_by_its_commit() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from satchel.actors.model_files.identity.model_identity import adapted_id
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
+from satchel.actors.replica.execution.draft_model.model_drafts import DraftModel
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.sampling.sampling import Draw
 from satchel.actors.replica.loading import models
@@ -97,6 +98,7 @@ class Bench:
         memory_bytes_max: int = 2**32,
         disk: DiskTier | None = None,
         drafts: bool = False,
+        draft_model: DraftModel | None = None,
         **scheduling: int,
     ) -> None:
         self.loaded = loaded
@@ -104,7 +106,8 @@ class Bench:
         kv_bytes = 100_000 * spec.bytes_per_token + 2 * sequences * spec.bytes_per_sequence
         chosen: dict[str, Any] = {"sequences_max": sequences, "kv_bytes_max": kv_bytes, **scheduling}
         settings = Scheduling(**chosen)
-        self.engine = Engine(loaded, settings, memory_bytes_max, self._take, disk, drafts=drafts)
+        drafting: dict[str, Any] = {"drafts": drafts or draft_model is not None, "draft_model": draft_model}
+        self.engine = Engine(loaded, settings, memory_bytes_max, self._take, disk, **drafting)
         if kv_tokens_max is not None:
             # Open blocks, which are large in these models, cost nothing then.
             scheduler = self.engine.scheduler

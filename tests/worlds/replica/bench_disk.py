@@ -124,7 +124,7 @@ def wait_written(disk: DiskTier) -> None:
         time.sleep(0.01)
 
 
-def process(loaded: LoadedModel, node: Node, *, drafts: bool = False, **scheduling: int) -> tuple[Bench, DiskTier]:
+def process(loaded: LoadedModel, node: Node, *, drafts: bool = False, **scheduling: Any) -> tuple[Bench, DiskTier]:
     """An engine that remembers nothing, with its disk side."""
     disk = DiskTier(loaded.spec, loaded.model_id, node.client)
     return Bench(loaded, disk=disk, drafts=drafts, **scheduling), disk

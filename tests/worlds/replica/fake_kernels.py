@@ -1,7 +1,8 @@
 """The kernels of a GPU, on a CPU: the same arguments, results and changes in place, by numpy and the plain reference.
 
 So everything around them runs where there is no GPU: padding, block tables, joining, sealing after a step. They
-evaluate their inputs, which nothing that is recorded can: compiling is switched off meanwhile.
+evaluate their inputs, which nothing that is recorded can: compiling is switched off meanwhile, and what a stage awaits
+has come before its step is built.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.replica.group.link.connection import Connection
 from satchel.actors.replica.kernels import block_kernels, decode_kernel, gpu_kernels, seal_kernel, sealing, sum_norm
 from satchel.actors.replica.kernels.decode_views import DecodeView, KernelView
 from satchel.actors.replica.kernels.prefill_kernel import Chunk
@@ -43,6 +45,7 @@ def kernels() -> Iterator[None]:
         patch.setattr(seal_kernel, "seal", seal)
         patch.setattr(seal_kernel, "seal_into", seal_into)
         patch.setattr(sum_norm, "sum_norm", sum_and_norm)
+        patch.setattr(Connection, "await_array", Connection.receive_array)
         mx.disable_compile()
         try:
             yield

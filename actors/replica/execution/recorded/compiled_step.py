@@ -23,6 +23,7 @@ from ...kernels.sealing import Sealed, SealPolicy
 from ...kv.paged_cache import PagedKVCache
 from .deferral import Deferral
 from .fused_products import FusedProducts
+from .layer_outputs import LayerOutputs
 from .residual_sums import ResidualSums
 
 GRAPHS_MAX = 64
@@ -59,6 +60,10 @@ class CompiledStep:
         deferral: which operations of the model are left to the kernel; None for none.
         adapted: the adapters of the model; None for none.
         fusions: what else is computed by fewer operations; each is active while a step is recorded.
+        outputs: layers whose outputs are wanted too; None for none.
+
+    Attributes:
+        hidden: what these layers gave for the tokens of the last call, `(tokens, dimensions)`.
     """
 
     def __init__(
@@ -67,9 +72,12 @@ class CompiledStep:
         deferral: Deferral | None = None,
         adapted: Adapted | None = None,
         fusions: Sequence[ResidualSums | FusedProducts] = (),
+        outputs: LayerOutputs | None = None,
     ) -> None:
+        self._outputs = outputs
+        self.hidden: mx.array | None = None
         self._model, self._deferral, self._adapted, self._fusions = model, deferral, adapted, fusions
-        self._graphs: LRUCache[Any, Callable[..., mx.array]] = LRUCache(GRAPHS_MAX)
+        self._graphs: LRUCache[Any, Callable[..., tuple[mx.array, list[mx.array]]]] = LRUCache(GRAPHS_MAX)
 
     def __call__(
         self,
@@ -116,7 +124,8 @@ class CompiledStep:
         elif padding:
             inputs = mx.concatenate([inputs, mx.array(padding, inputs.dtype)])
         numbers = [mx.array([*adapters, *padding], mx.uint32)] if adapts else []
-        logits = run(inputs[:, None], mx.array(offsets), groups, layers, dict(extra), numbers)
+        logits, hidden = run(inputs[:, None], mx.array(offsets), groups, layers, dict(extra), numbers)
+        self.hidden = hidden[0][:count, 0] if hidden else None
         for cache in caches:
             cache.end_kernel_step(new)
         return logits[:count] if padding else logits
@@ -130,7 +139,10 @@ class CompiledStep:
         gathers = self._adapted is not None and self._adapted.gathers
         return all(cache.nbytes for cache in caches) and (gathers or not any(adapters))
 
-    def _record(self, caches: Sequence[PagedKVCache], kind: type[Sealed], most: int) -> Callable[..., mx.array]:
+    def _record(
+        self, caches: Sequence[PagedKVCache], kind: type[Sealed], most: int
+    ) -> Callable[..., tuple[mx.array, list[mx.array]]]:
+        outputs = self._outputs
         deferral, adapted, fusions = self._deferral, self._adapted, self._fusions
         recorded = [(RecordedCache(cache.policy), cache.group) for cache in caches]
         for cache, _ in recorded:
@@ -144,7 +156,7 @@ class CompiledStep:
             layers: list[list[mx.array]],
             extra: dict[str, mx.array],
             numbers: list[mx.array],
-        ) -> mx.array:
+        ) -> tuple[mx.array, list[mx.array]]:
             read = {number: NewTokens(*arrays, tokens=len(tokens), most=most) for number, arrays in groups.items()}
             for (cache, group), (keys, values, written, *pool) in zip(recorded, layers, strict=True):
                 cache.offset, cache.step = (
@@ -153,13 +165,16 @@ class CompiledStep:
                 )
             adapting = adapted.recording(numbers[0]) if numbers and adapted is not None else nullcontext()
             deferring = nullcontext() if deferral is None else deferral.active(offset)
-            with ExitStack() as fusing, adapting, deferring:
+            # A sum that the model computes, and that is computed otherwise here, would be computed twice.
+            sums = next((each.computed for each in fusions if isinstance(each, ResidualSums)), lambda output: output)
+            noting = nullcontext(list[mx.array]()) if outputs is None else outputs.noted(sums)
+            with ExitStack() as fusing, adapting, deferring, noting as hidden:
                 for fusion in fusions:
                     fusing.enter_context(fusion.active())
                 logits = self._model(tokens, cache=[cache for cache, _ in recorded], **extra)[:, -1]
             for cache, _ in recorded:
                 # They stood for the inputs.
                 cache.offset = cache.step = cache.view = None
-            return logits
+            return logits, hidden
 
         return mx.compile(run)

@@ -54,6 +54,8 @@ class ResidualSums:
         self._sites: list[tuple[Any, str, Any]] = []
         self._stream: mx.array | None = None
         self._added: Any = None
+        # What the model has computed, and the same sum as it is computed here.
+        self._sums: list[tuple[mx.array, mx.array]] = []
         for _, module in model.named_modules():
             self._find(module)
 
@@ -96,11 +98,18 @@ class ResidualSums:
                 raise CannotDefer("the stream has another dtype than what is added to it")
             if self._products is not None:
                 self._stream = self._products.sum(stream, added)
-                return norm.module(self._stream)
-            self._stream, normed = sum_norm.sum_norm(stream, added, norm.weight, epsilon)
+                normed = norm.module(self._stream)
+            else:
+                self._stream, normed = sum_norm.sum_norm(stream, added, norm.weight, epsilon)
+            self._sums.append((x, self._stream))
             return normed
 
         return call
+
+    def computed(self, array: mx.array) -> mx.array:
+        """Returns a sum as it is computed here, given what the model has computed; what is no such sum as it is. Call
+        it while this is active."""
+        return next((stream for x, stream in self._sums if x is array), array)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -111,6 +120,7 @@ class ResidualSums:
                 yield
         finally:
             self._stream = self._added = None
+            self._sums.clear()
 
 
 def fusions_of(model: nn.Module, *, summed: bool, gated: bool) -> list[ResidualSums | FusedProducts]:

@@ -481,6 +481,17 @@ class BatchSampler:
                 counts += accumulate(draft, lambda count, token: count.at[token].add(2), initial=next(counted))
         return BatchSampler(self._vocabulary, self._end_tokens, ahead, mx.stack(counts) if counts else None)
 
+    def guessing(self, indices: Sequence[int]) -> BatchSampler:
+        """Returns a sampler of some sequences as they are now, in this order, which draws as this one will, without
+        logprobs. This sampler stays as it is."""
+        guessing = BatchSampler(self._vocabulary, self._end_tokens)
+        for index in indices:
+            sequence, counts = self.state_of(index)
+            asked, limits, thinking = replace(sequence.sampling, logprobs=None), sequence.limits, sequence.thinking
+            guess = replace(sequence, sampling=asked, limits=copy(limits), thinking=copy(thinking))
+            guessing.add_state((guess, counts))
+        return guessing
+
     def can_pass(self) -> bool:
         """Whether the batch's only sequence may be given tokens instead of drawing them."""
         (sequence,) = self._sequences

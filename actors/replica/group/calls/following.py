@@ -15,8 +15,9 @@ from ...execution.batch import Batch
 from ...kv.caches import PooledBlock, Slab
 from ..link.broken import Wholeness, in_words
 from ..link.connection import Connection
+from ..link.times import Times
 from ..pictures.picture_messages import read_pictures, read_shown
-from .leading import COMPUTING, COUNT, END, KEPT, NUMBERED, PICTURES, SHOWN, TELL, TOKENS
+from .leading import COMPUTING, COUNT, END, KEPT, NUMBERED, PICTURES, SENT, SHOWN, TELL, TOKENS
 
 
 class Following:
@@ -26,6 +27,10 @@ class Following:
         calls: the connection to the leader.
         after: the connection to the next stage, which is told if something fails here; None if there is none.
         relative_bytes: the bytes of a token's KV here, relative to the leader's.
+        tokens: as for `Leading`; None if this is not the first stage.
+
+    Attributes:
+        times: how long it waits for calls, and how long each kind of call takes.
     """
 
     def __init__(
@@ -35,9 +40,11 @@ class Following:
         after: Connection | None,
         wholeness: Wholeness,
         relative_bytes: float = 1.0,
+        tokens: Connection | None = None,
     ) -> None:
         self._batch, self._calls, self._after, self._wholeness = batch, calls, after, wholeness
-        self._relative_bytes = relative_bytes
+        self._relative_bytes, self._tokens = relative_bytes, tokens
+        self.times = Times()
         self._kept: dict[int, Slab | PooledBlock] = {}
         self._next = 0
         # Those that followed the last message.
@@ -61,7 +68,7 @@ class Following:
         with self._wholeness.kept():
             try:
                 while self._heard():
-                    pass
+                    self.times.log("a follower")
             except BaseException as error:
                 if not self._wholeness.why and self._after is not None:
                     with suppress(SatchelError):
@@ -70,7 +77,8 @@ class Following:
 
     def _heard(self) -> bool:
         """Does what the next message says. Returns False if it is the last."""
-        kind, fields = self._calls.receive() or ("", [])
+        with self.times.of("waiting for calls"):
+            kind, fields = self._calls.receive() or ("", [])
         if kind == TELL:
             dropped, told, arrays = fields
             self._arrays = iter(self._calls.receive_behind(arrays))
@@ -89,7 +97,8 @@ class Following:
             raise LinkGarbage(f"{call!r:.40} is no call of a batch")
         if call == "give_back":
             given = [int(nbytes * self._relative_bytes) for nbytes in given]
-        result: Any = getattr(self._batch, call)(*map(self._unpacked, given), **named)
+        with self.times.of(call):
+            result: Any = getattr(self._batch, call)(*map(self._unpacked, given), **named)
         if call in COMPUTING and self._after is None:
             # No stage waits for the logits, but the other ranks need the sums that are in them.
             mx.async_eval(result)
@@ -108,6 +117,8 @@ class Following:
                 return read_shown(value.data, self._arrays)
             if value.code == TOKENS:
                 return mx.array(np.frombuffer(value.data, "<u4"))
-            if value.code == COUNT:
+            if value.code == SENT and self._tokens is not None:
+                return self._tokens.await_array((int.from_bytes(value.data, "big"),))
+            if value.code in (COUNT, SENT):
                 return mx.zeros(int.from_bytes(value.data, "big"), mx.uint32)
         return [self._unpacked(each) for each in value] if isinstance(value, list) else value

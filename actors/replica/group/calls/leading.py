@@ -21,9 +21,12 @@ import numpy as np
 from .....cluster.errors import ClusterError
 from ...execution.followers import ShownPictures
 from ...execution.media.language_inputs import SequencePictures
+from ...execution.micro_batches import TWO
 from ...kv.caches import PooledBlock, Slab
+from ..link.arrays import Launched
 from ..link.broken import Wholeness
 from ..link.connection import Connection
+from ..link.times import Times
 from ..pictures.picture_messages import Told, Wanted, pack_pictures, tell
 
 T = TypeVar("T")
@@ -31,13 +34,17 @@ T = TypeVar("T")
 TELL, END = "tell", "end"
 """Kinds of messages: calls to do, and the end of the group."""
 
-KEPT, TOKENS, COUNT, PICTURES, SHOWN = 1, 2, 3, 4, 5
+KEPT, TOKENS, COUNT, PICTURES, SHOWN, SENT = 1, 2, 3, 4, 5, 6
 """Kinds of msgpack's extension values: KV by its number, an array of tokens as little-endian uint32, and in its place
 the number of its tokens, if the followers get them in the model itself; a sequence's pictures, and what its next tokens
-need of them."""
+need of them; and the number of tokens that the first stage gets on a connection of their own."""
 
 NUMBERED = frozenset({"cut", "adopt_part", "adopt_slabs"})
 """Calls that return KV, which gets numbers."""
+
+KNOWN_MOST = 2 * TWO
+"""So many arrays of tokens are known that calls will tell: each micro-batch has one, and another one once sequences
+have joined or left."""
 
 COMPUTING = frozenset({"compute", "compute_ahead"})
 """Calls that return logits, which are not evaluated yet."""
@@ -56,17 +63,30 @@ class Leading:
         calls: the connection to each follower.
         wanted: what each follower's layers need of pictures.
         overlaps: see `execution.followers.Followers`.
+        tokens: a connection to the first stage, on which tokens go that the device still draws; None if calls wait for
+            them.
 
     Attributes:
         count: how many followers there are.
+        times: how long each kind of call takes here.
     """
 
     def __init__(
-        self, calls: Sequence[Connection], wholeness: Wholeness, wanted: Sequence[Wanted] = (), *, overlaps: bool = True
+        self,
+        calls: Sequence[Connection],
+        wholeness: Wholeness,
+        wanted: Sequence[Wanted] = (),
+        *,
+        overlaps: bool = True,
+        tokens: Connection | None = None,
     ) -> None:
         self._calls, self._wholeness, self.overlaps = calls, wholeness, overlaps
+        self._tokens = tokens
+        # Arrays of tokens that calls will tell, and what is sent of them.
+        self._known: list[tuple[mx.array, Launched | Callable[[], Sequence[int]]]] = []
         self._wanted = wanted or [Wanted()] * len(calls)
         self.count = len(calls)
+        self.times = Times()
         self._untold: list[Any] = []
         # Calls that the followers have been told, and that were not done here yet.
         self._ahead: deque[str] = deque()
@@ -102,7 +122,8 @@ class Leading:
                 self._untold.append([call, self._packed(given), dict(named)])
                 if call not in _LATER:
                     self._tell()
-            result = run()
+            with self.times.of(call):
+                result = run()
             if call in COMPUTING and not self.overlaps:
                 # All ranks compute all sums of a call, whatever becomes of its result here: else the next call's sums
                 # would meet those that are left.
@@ -137,6 +158,40 @@ class Leading:
             self._tell()
             self._ahead.append(call)
 
+    def copies_of(self, inputs: mx.array) -> list[mx.array]:
+        """See `execution.followers.Followers`."""
+        if self._tokens is None:
+            return []
+        there, launched = self._tokens.launchable(inputs)
+        self._note(inputs, launched)
+        return [there]
+
+    def know(self, inputs: mx.array, tokens: Callable[[], Sequence[int]]) -> None:
+        """See `execution.followers.Followers`."""
+        if self._tokens is not None:
+            self._note(inputs, tokens)
+
+    def _note(self, inputs: mx.array, what: Launched | Callable[[], Sequence[int]]) -> None:
+        self._known.append((inputs, what))
+        del self._known[:-KNOWN_MOST]
+
+    def _send_tokens(self, connection: Connection, inputs: mx.array) -> None:
+        place = next((place for place, (each, _) in enumerate(self._known) if each is inputs), None)
+        if place is None:
+            connection.send_launched(inputs)
+            return
+        _, what = self._known.pop(place)
+        if isinstance(what, Launched):
+            connection.put_launched(what)
+        else:
+            connection.send_numbers(what())
+
+    def pass_tokens(self) -> None:
+        """See `execution.followers.Followers`."""
+        if self._tokens is not None:
+            with self.times.of("waiting for tokens"):
+                self._tokens.wait_sent()
+
     def end(self) -> None:
         """Tells the followers that the group has ended."""
         for follower in self._calls:
@@ -145,6 +200,7 @@ class Leading:
     def _tell(self) -> None:
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         told, self._untold = self._untold, []
+        self.times.log("the leader")
         for number, follower in enumerate(self._calls):
             arrays: list[mx.array] = []
             own = [[call, [_told(each, number, arrays) for each in given], named] for call, given, named in told]
@@ -173,6 +229,9 @@ class Leading:
         if isinstance(value, mx.array) and not self.overlaps:
             # They need not have been drawn yet.
             return msgpack.ExtType(COUNT, value.size.to_bytes(8, "big"))
+        if isinstance(value, mx.array) and self._tokens is not None:
+            self._send_tokens(self._tokens, value)
+            return msgpack.ExtType(SENT, value.size.to_bytes(8, "big"))
         if isinstance(value, mx.array):
             return msgpack.ExtType(TOKENS, np.array(value).astype("<u4").tobytes())
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from ...device.device import on_cuda
+from ...device.temporary_memory import TEMPORARY
 from ...execution.recorded.compiled_step import CompiledStep
 from ...execution.recorded.deferral import Deferral
 from ...execution.recorded.fused_products import FusedProducts
@@ -15,6 +17,7 @@ from ...kernels.decode_views import padded_rows
 from ...kv.paged_cache import PagedKVCache
 from ...loading.quirks import FlatCaches
 from ..link.connection import Connection
+from ..link.times import Times
 from .stages import Stage
 
 
@@ -23,11 +26,20 @@ class PipelinedStage:
 
     Attributes:
         before, after: the connections to the neighbours; None at the ends of the model, and while nothing is connected.
+        tokens: the connection on which the first stage awaits tokens; None for other stages.
+        launches: whether hidden states that the device still computes are handed to another thread, which waits for
+            them and sends them. MLX must report an error of the device to every thread, as it does on CUDA.
+        before_launch: called before those of a prompt's piece are launched.
+        times: how long this thread waits for hidden states, and builds and launches graphs.
     """
 
     def __init__(self, stage: Stage) -> None:
         self.before: Connection | None = None
         self.after: Connection | None = None
+        self.tokens: Connection | None = None
+        self.launches = on_cuda()
+        self.before_launch: Callable[[], object] = lambda: None
+        self.times = Times()
         self.stage, self._called = stage, FlatCaches.of(stage)
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: mx.array) -> mx.array:
@@ -43,19 +55,44 @@ class PipelinedStage:
         Raises:
             LinkError: a neighbour is gone, or has failed.
         """
-        states = self.compute(tokens, cache, self.received(*tokens.shape), **given)
-        self.pass_on(states)
+        hidden = self.received(*tokens.shape)
+        self.settle()
+        with self.times.of("building a prompt's piece"):
+            states = self.compute(tokens, cache, hidden, **given)
+        if self.after is not None:
+            self.before_launch()
+        with TEMPORARY.limited():
+            self.pass_on(states)
         return states
 
     def received(self, sequences: int, tokens: int) -> mx.array | None:
         """Waits for the hidden states of a call, `(sequences, tokens, width)`. Returns None if no stage is connected
         before this one. Raises as `__call__`."""
-        return None if self.before is None else self.before.receive_array((sequences, tokens, self.stage.width))
+        if self.before is None:
+            return None
+        with self.times.of("waiting for hidden states"):
+            return self.before.receive_array((sequences, tokens, self.stage.width))
+
+    def awaited(self, sequences: int) -> mx.array | None:
+        """As `received` for one token of each sequence, but they need not have come before `settle`."""
+        return None if self.before is None else self.before.await_array((sequences, 1, self.stage.width))
+
+    def settle(self) -> None:
+        """Waits until all has come with which graphs were built. Raises as `__call__`."""
+        with self.times.of("waiting for what a step needs"):
+            for connection in (self.before, self.tokens):
+                if connection is not None:
+                    connection.wait_came()
 
     def pass_on(self, states: mx.array) -> None:
         """Sends hidden states, if a stage is connected after this one. Raises as `__call__`."""
-        if self.after is not None:
-            self.after.send_array(states)
+        if self.after is None:
+            return
+        with self.times.of("launching hidden states"):
+            if self.launches:
+                self.after.send_launched(states)
+            else:
+                self.after.send_array(states)
 
     def compute(
         self, tokens: mx.array, cache: Sequence[Any], hidden: mx.array | None = None, **given: mx.array
@@ -76,7 +113,8 @@ class PipelinedStage:
 
 
 class RecordedStage(CompiledStep):
-    """Decode steps of a stage. Hidden states come and go between two recorded graphs."""
+    """Decode steps of a stage. Hidden states come and go between two recorded graphs. A graph is built before its
+    hidden states have come."""
 
     def __init__(
         self,
@@ -100,10 +138,12 @@ class RecordedStage(CompiledStep):
         if new is not None or not self.records(caches):
             return None
         count = len(inputs)
-        hidden = self._stage.received(count, 1)
+        hidden = self._stage.awaited(count)
         if hidden is not None and (more := padded_rows(count) - count):
             hidden = mx.pad(hidden, [(0, more), (0, 0), (0, 0)])
-        states = super().__call__(inputs, caches, extra if hidden is None else {**extra, "hidden": hidden})
+        with self._stage.times.of("building a step"):
+            states = super().__call__(inputs, caches, extra if hidden is None else {**extra, "hidden": hidden})
         assert states is not None
+        self._stage.settle()
         self._stage.pass_on(states[:, None])
         return states

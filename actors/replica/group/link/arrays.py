@@ -1,5 +1,5 @@
 """Arrays that pass between two stages, on threads of their own: computing waits neither for the network nor for
-encryption.
+encryption, nor for an array that the device still computes.
 
 Both sides have a queue of a limited size, so a stage that is faster than its neighbour waits for it.
 """
@@ -35,17 +35,31 @@ class Plain(NamedTuple):
     data: np.ndarray
 
 
+class Launched(NamedTuple):
+    """An array that the device still computes.
+
+    Attributes:
+        nbytes: how many bytes it has.
+        wait: waits for it, on any thread.
+    """
+
+    nbytes: int
+    wait: Callable[[], Plain]
+
+
 class Outgoing:
     """Sends arrays in order. One thread puts them in.
 
     Args:
         send: sends one; raises `LinkError`.
+        failed: called with the reason if the device fails at an array, by the thread that sends: whoever puts arrays in
+            may have nothing more to send.
     """
 
-    def __init__(self, send: Callable[[Plain], None]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[Plain], None], failed: Callable[[str], object] = lambda why: None) -> None:
+        self._send, self._failed = send, failed
         self._changed = threading.Condition()
-        self._waiting: deque[Plain] = deque()
+        self._waiting: deque[Launched] = deque()
         # With the array that is being sent.
         self._bytes = 0
         self._error: SatchelError | None = None
@@ -59,24 +73,34 @@ class Outgoing:
             LinkError: an array could not be sent.
         """
         size = len(array.data)
-        with self._changed:
-            self._changed.wait_for(lambda: not self._bytes or self._bytes + size <= QUEUE_BYTES_MAX or self._over)
-            if self._over:
-                raise LinkError("the connection is closed") if self._error is None else self._error
-            at_once = not self._bytes and size <= AT_ONCE_BYTES
-            if not at_once:
-                self._bytes += size
-                self._waiting.append(array)
-                self._changed.notify_all()
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="arrays to the next stage", daemon=True)
-                    self._thread.start()
-        if at_once:
+        if not self._queued(Launched(size, lambda: array), at_once=size <= AT_ONCE_BYTES):
             # The thread has nothing to send, and only this one gives it something.
             self._send(array)
 
-    def flush(self, wait_s: float) -> bool:
-        """Waits until all arrays are sent. Returns whether they are."""
+    def put_launched(self, array: Launched) -> None:
+        """As `put`, for an array that the device still computes."""
+        self._queued(array, at_once=False)
+
+    def _queued(self, array: Launched, *, at_once: bool) -> bool:
+        """Puts an array in the queue, unless it may be sent `at_once` and none waits. Returns whether it did."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._bytes or self._bytes + array.nbytes <= QUEUE_BYTES_MAX or self._over
+            )
+            if self._over:
+                raise LinkError("the connection is closed") if self._error is None else self._error
+            if at_once and not self._bytes:
+                return False
+            self._bytes += array.nbytes
+            self._waiting.append(array)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="arrays to the next stage", daemon=True)
+                self._thread.start()
+            return True
+
+    def flush(self, wait_s: float | None) -> bool:
+        """Waits until all arrays are sent, or none can be any more. Returns whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._bytes or self._over, wait_s) and not self._over
 
@@ -101,15 +125,26 @@ class Outgoing:
                 array = self._waiting.popleft()
             error = None
             try:
-                self._send(array)
+                self._send(self._waited(array))
             except Exception as raised:
                 error = _of(raised)
             with self._changed:
-                self._bytes -= len(array.data)
+                self._bytes -= array.nbytes
                 self._error = error
                 self._changed.notify_all()
             if error is not None:
                 return
+
+    def _waited(self, array: Launched) -> Plain:
+        try:
+            return array.wait()
+        except Exception as error:
+            self._failed(in_words(error))
+            raise
+
+
+Give = Callable[[Plain | None], object]
+"""Is given an array that was awaited, or None if none comes any more."""
 
 
 class Incoming:
@@ -123,6 +158,8 @@ class Incoming:
         self._receive = receive
         self._changed = threading.Condition()
         self._came: deque[Plain] = deque()
+        # Those who are given the next arrays; what has come is older.
+        self._awaited: deque[Give] = deque()
         self._bytes = 0
         self._error: SatchelError | None = None
         self._ends = False
@@ -145,6 +182,26 @@ class Incoming:
             self._changed.notify_all()
             return array
 
+    @property
+    def ready(self) -> bool:
+        """Whether `take` need not wait."""
+        with self._changed:
+            return bool(self._came)
+
+    def give_next(self, give: Give) -> None:
+        """Has the next array given away once it comes, by the thread that receives.
+
+        Raises:
+            SatchelError: why none comes any more.
+        """
+        with self._changed:
+            if not self._came:
+                if self._error is not None:
+                    raise self._error
+                self._awaited.append(give)
+                return
+        give(self.take())
+
     def end(self) -> None:
         """Ends the thread. Its connection must have been shut."""
         with self._changed:
@@ -153,22 +210,35 @@ class Incoming:
         self._thread.join()
 
     def _run(self) -> None:
-        error: SatchelError | None = None
-        while error is None:
-            array = None
+        while True:
             try:
-                array = self._receive()
+                self._received(self._receive())
             except Exception as raised:
-                error = _of(raised)
+                self._give_up(_of(raised))
+                return
             with self._changed:
-                if array is not None:
-                    self._came.append(array)
-                    self._bytes += len(array.data)
-                self._error = error
-                self._changed.notify_all()
                 self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES_MAX or self._ends)
                 if self._ends:
-                    return
+                    break
+        self._give_up(LinkError("the connection is closed"))
+
+    def _received(self, array: Plain) -> None:
+        with self._changed:
+            give = self._awaited.popleft() if self._awaited else None
+            if give is None:
+                self._came.append(array)
+                self._bytes += len(array.data)
+                self._changed.notify_all()
+        if give is not None:
+            give(array)
+
+    def _give_up(self, error: SatchelError) -> None:
+        with self._changed:
+            self._error = error
+            awaited, self._awaited = self._awaited, deque()
+            self._changed.notify_all()
+        for give in awaited:
+            give(None)
 
 
 def _of(error: Exception) -> SatchelError:

@@ -1,7 +1,7 @@
 """A connection between two processes of a group: messages, and arrays of hidden states.
 
 Both sides prove that they have the cluster's key, and every byte is encrypted, as on connections that move blocks
-(`kv_store/transfer`). A message is a kind and its fields; the bytes of an array follow its message.
+(`kv_store/transfer`). A message is a kind and its fields; the bytes of a large array follow its message.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import selectors
 import socket
 import sys
 import termios
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -25,8 +27,9 @@ from .....cluster.errors import LinkError, LinkGarbage
 from ....kv_store.transfer.handshake import NONCE_BYTES, Acceptor, Initiator, Seals
 from ....kv_store.transfer.link import Link
 from ....kv_store.transfer.wire import pack, unpack
-from ...device.device import as_numpy
-from .arrays import FAIL_S, Incoming, Outgoing, Plain
+from ...device.device import as_numpy, launched_as_numpy
+from .arrays import FAIL_S, Incoming, Launched, Outgoing, Plain
+from .times import Times
 
 Address = tuple[str, int]
 
@@ -45,10 +48,13 @@ _ARRAY = "array"
 ARRAY_BYTES_MAX = 2**30
 """The most bytes of an array."""
 
+INSIDE_BYTES = 2**20
+"""An array of at most so many bytes is inside of its message: each wait for more costs a switch of threads."""
+
 _SO_NWRITE = 0x1024
 """On macOS: the bytes in a socket's send buffer, which keeps them until they are acknowledged (XNU's sys/socket.h)."""
 
-_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16, "uint32": mx.uint32}
 
 
 class Connection:
@@ -58,6 +64,10 @@ class Connection:
     Args:
         sock: connected, after the handshake.
         seals: from the handshake.
+
+    Attributes:
+        failed: called with the reason, by another thread, if the device fails at an array that `send_launched` has.
+        times: of the process: its threads' waits for the device, and sending.
     """
 
     def __init__(self, sock: socket.socket, seals: Seals) -> None:
@@ -69,6 +79,12 @@ class Connection:
         self._selector.register(sock, selectors.EVENT_READ)
         self._outgoing: Outgoing | None = None
         self._incoming: Incoming | None = None
+        self.failed: Callable[[str], object] = lambda why: None
+        self.times = Times()
+        # Of the array that came last, as its name.
+        self._dtype = ""
+        # What was promised by `await_array` and was not waited for yet.
+        self._awaited: deque[_Awaited] = deque()
 
     @classmethod
     def connect(cls, address: Address, key: bytes, peer: str, until: float) -> Connection:
@@ -141,9 +157,49 @@ class Connection:
     def send_array(self, array: mx.array) -> None:
         """Has an array of floats sent, in the dtype that it has; waits for the device, and while too many bytes wait
         (`arrays.py`). Only arrays, and at last `fail`, may be sent on this connection from now on."""
+        self._sending().put(_plain(array))
+
+    def send_launched(self, array: mx.array) -> None:
+        """As `send_array`, but launches the array and does not wait for the device: another thread does. So an error of
+        the device may be reported there, and must be one that this thread's next wait reports too, as CUDA's are."""
+        there, launched = self.launchable(array)
+        mx.async_eval(there)
+        self.put_launched(launched)
+
+    def launchable(self, array: mx.array) -> tuple[mx.array, Launched]:
+        """Returns what must be launched before an array can be sent as by `send_launched`, and the argument of
+        `put_launched`, which sends it."""
+        dtype, shape = str(array.dtype).removeprefix("mlx.core."), array.shape
+        # MLX may move the memory of what another thread reads, so that must be nobody else's: a copy, of words, because
+        # adding would change the sign of a float's zero.
+        there = array.view(mx.uint16 if array.dtype.size == 2 else mx.uint32) + 0
+
+        def wait() -> Plain:
+            with self.times.of("waiting for the device, to send"):
+                data = np.ascontiguousarray(launched_as_numpy(there)).reshape(-1).view(np.uint8)
+            self.times.is_there()
+            return Plain(dtype, shape, data)
+
+        return there, Launched(array.nbytes, wait)
+
+    def put_launched(self, launched: Launched) -> None:
+        """Sends what `launchable` returned. Waits as `send_array`."""
+        self._sending().put_launched(launched)
+
+    def send_numbers(self, numbers: Sequence[int]) -> None:
+        """As `send_array`, for an array `(numbers,) uint32`."""
+        data = np.array(numbers, "<u4").view(np.uint8)
+        self._sending().put(Plain("uint32", [len(numbers)], data))
+
+    def wait_sent(self) -> None:
+        """Waits until all arrays are sent, or none can be any more."""
+        if self._outgoing is not None:
+            self._outgoing.flush(None)
+
+    def _sending(self) -> Outgoing:
         if self._outgoing is None:
-            self._outgoing = Outgoing(self._send_plain)
-        self._outgoing.put(_plain(array))
+            self._outgoing = Outgoing(self._send_plain, self.failed)
+        return self._outgoing
 
     def send_behind(self, arrays: Sequence[mx.array]) -> None:
         """Sends arrays of floats, each in the dtype that it has, behind the message that tells of them. Waits for the
@@ -175,12 +231,42 @@ class Connection:
         Raises:
             LinkGarbage: something else came, or an array of another shape.
         """
+        plain = self._receiving().take()
+        self._dtype = plain.dtype
+        if why := _why_another(plain, shape):
+            raise LinkGarbage(why)
+        return _array(plain)
+
+    def await_array(self, shape: Sequence[int]) -> mx.array:
+        """Returns the next array, in the dtype of the one before it. It need not have come yet: a graph can be built
+        with it, which may be launched after `wait_came`.
+
+        Raises:
+            LinkError: as `receive_array`, if it has to be waited for here, or if it is known that it does not come.
+        """
+        incoming = self._receiving()
+        if not self._dtype or incoming.ready:
+            return self.receive_array(shape)
+        awaited = _Awaited(shape, self._dtype)
+        incoming.give_next(awaited.give)
+        self._awaited.append(awaited)
+        return awaited.array
+
+    def wait_came(self) -> None:
+        """Waits until all arrays have come that `await_array` has returned. Raises as `receive_array`."""
+        while self._awaited:
+            awaited = self._awaited.popleft()
+            awaited.came.wait()
+            if awaited.why:
+                raise LinkGarbage(awaited.why)
+            if awaited.lost:
+                # Raises why.
+                self._receiving().take()
+
+    def _receiving(self) -> Incoming:
         if self._incoming is None:
             self._incoming = Incoming(self._receive_plain)
-        plain = self._incoming.take()
-        if [*plain.shape] != [*shape]:
-            raise LinkGarbage(f"hidden states of the shape {[*shape]} were to come, not {plain.dtype} {[*plain.shape]}")
-        return _array(plain)
+        return self._incoming
 
     def fail(self, why: str) -> None:
         """Tells the peer why this process ends, after the arrays that wait to be sent, if that does not take long."""
@@ -188,21 +274,29 @@ class Connection:
             self.send(FAILED, why)
 
     def _send_plain(self, array: Plain) -> None:
-        self.send(_ARRAY, array.dtype, [*array.shape])
-
         def read(piece: memoryview, start: int) -> None:
             np.frombuffer(piece, np.uint8)[:] = array.data[start : start + len(piece)]
 
-        self._link.send_bytes(len(array.data), read)
+        with self.times.of("sending"):
+            if len(array.data) <= INSIDE_BYTES:
+                self.send(_ARRAY, array.dtype, [*array.shape], array.data.tobytes())
+            else:
+                self.send(_ARRAY, array.dtype, [*array.shape])
+                self._link.send_bytes(len(array.data), read)
 
     def _receive_plain(self) -> Plain:
         kind, fields = self.receive() or ("", [])
-        dtype, shape = fields if kind == _ARRAY and len(fields) == 2 else ("", [])
+        dtype, shape, *inside = fields if kind == _ARRAY and len(fields) in (2, 3) else ("", [])
         if not isinstance(dtype, str) or dtype not in _DTYPES or not _is_shape(shape):
             raise LinkGarbage(f"hidden states were to come, not {kind} {fields!r:.80}")
         nbytes, filled = math.prod(shape) * _DTYPES[dtype].size, 0
         if nbytes > ARRAY_BYTES_MAX:
             raise LinkGarbage(f"hidden states of {nbytes} bytes are over {ARRAY_BYTES_MAX}")
+        if inside:
+            if not isinstance(inside[0], bytes) or len(inside[0]) != nbytes:
+                raise LinkGarbage(f"hidden states of {nbytes} bytes were to come, not {inside[0]!r:.80}")
+            self.times.came()
+            return Plain(dtype, shape, np.frombuffer(inside[0], np.uint8))
         data = np.empty(nbytes, np.uint8)
 
         def take(piece: memoryview) -> None:
@@ -211,6 +305,7 @@ class Connection:
             filled += len(piece)
 
         self._link.receive_bytes(nbytes, take)
+        self.times.came()
         return Plain(dtype, shape, data)
 
     def shut(self) -> None:
@@ -227,6 +322,45 @@ class Connection:
             thread.end()
         self._selector.close()
         self._sock.close()
+
+
+class _Awaited:
+    """An array that is still to come.
+
+    Args:
+        dtype: its name.
+
+    Attributes:
+        array: the array; its memory is written when it comes.
+        came: set when it has come, or does not come.
+        lost, why: whether it does not come; why what came is another one, or empty.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: str) -> None:
+        self._shape, self._dtype = shape, dtype
+        words = np.uint16 if dtype == "bfloat16" else np.dtype(dtype)
+        memory = mx.array(np.zeros([*shape], words))
+        # A view. Nothing else reads the memory before it is written: nothing was launched with it.
+        self._memory = np.array(memory, copy=False)
+        self.array = memory.view(mx.bfloat16) if dtype == "bfloat16" else memory
+        self.came, self.lost, self.why = threading.Event(), False, ""
+
+    def give(self, plain: Plain | None) -> None:
+        """Writes what has come; None if nothing comes. On the thread that receives."""
+        if plain is None:
+            self.lost = True
+        elif not (why := _why_another(plain, self._shape, self._dtype)):
+            self._memory.reshape(-1).view(np.uint8)[:] = plain.data
+        else:
+            self.why = why
+        self.came.set()
+
+
+def _why_another(plain: Plain, shape: Sequence[int], dtype: str = "") -> str:
+    """Returns why an array is not the one to come; empty if it is."""
+    if [*plain.shape] == [*shape] and dtype in ("", plain.dtype):
+        return ""
+    return f"hidden states of the shape {[*shape]} were to come, not {plain.dtype} {[*plain.shape]}"
 
 
 def _plain(array: mx.array) -> Plain:

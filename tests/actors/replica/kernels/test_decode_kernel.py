@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, combinations, pairwise, product
+from math import sqrt
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,6 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.device.device import on_gpu
 from satchel.actors.replica.kernels import block_kernels, decode_kernel, decode_views, sealing
 from satchel.actors.replica.kernels.decode_views import (
-    GROUPS_WANTED,
     NEW_MOST,
     KernelStep,
     KernelView,
@@ -30,7 +30,7 @@ from satchel.actors.replica.kernels.head_transform import HeadTransform, Rotatio
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.pool import Field, LayerFields, SlotGroup, slots_of
 from satchel.actors.replica.selftest import kernel_check
-from tests.worlds.kernels import emulator, metal_source, shapes
+from tests.worlds.kernels import emulator, metal_source, same_bits, shapes
 from tests.worlds.kernels.faults import fault
 from tests.worlds.replica import metal_on_cpu
 
@@ -80,7 +80,7 @@ def error_of(shape: shapes.Shape, new: Sequence[int] | None = None) -> float:
     transform = kernel_check.all_transforms(shape.dims[0], dtype)[shape.transform]
     with pytest.MonkeyPatch.context() as patch:
         if shape.whole:
-            patch.setattr(decode_views, "GROUPS_WANTED", 1)
+            patch.setattr(decode_views, "UNITS_OF_ONE", 1e-6)
         lengths = lengths if new is None else [*lengths[: len(new)]]
         return kernel_check.error(shape.dims, shape.grouped, shape.policy, shape.window, dtype, transform, lengths, new)
 
@@ -124,11 +124,23 @@ def test_every_token_has_its_groups_and_one_of_a_long_sequence_most(
     counts = [end - begin for begin, end in pairwise(jobs)]
     assert min(counts[:total]) >= 1 and not any(counts[total:]) and len(groups) == made.count
     assert groups[: jobs[-1]] == [token for token in range(total) for _ in range(counts[token])]
-    assert set(groups[jobs[-1] :]) <= {-1} and len(groups) <= 2 * (GROUPS_WANTED + tokens)
+    assert set(groups[jobs[-1] :]) <= {-1}
     # The number of groups says whether each token has one.
     assert (len(groups) == tokens) == (set(counts[:total]) == {1})
     units = [4 * blocks[owner] + -(-(opened[owner] + at) // 32) for owner, at in pairs]
-    assert counts[units.index(max(units))] == max(counts)
+    assert all(count * 4 * (1 + sqrt(8 * of / 200)) >= of for count, of in zip(counts, units, strict=False))
+    # Whatever others there are, a token's units are divided in the same way.
+    last, at = pairs[-1]
+    alone = NewTokens.of(nothing, [0, blocks[last]], lengths[last:], [0], 0, 8, None if single else [at + 1])
+    begins = np.array(alone.numbers)[7 * alone.tokens + 1 :][: at + 2]
+    assert begins[-1] - begins[-2] == counts[total - 1]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_token_attends_to_the_same_bits_beside_any_others():
+    """Alone and in a batch, as a step's only token and in a draft: so drafts change no answer."""
+    made = kernel_check.world((700, 300, 1290), 2, (128, 128), 4, "q4", 0, new=(3, 1, 2))
+    same_bits.check(made, POLICIES["q4"])
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -10,7 +10,7 @@ import pytest
 from satchel.actors.replica.kernels import decode_kernel, decode_tensor, decode_views
 from satchel.actors.replica.kernels.sealing import POLICIES, Plain, Quantized
 from satchel.actors.replica.selftest import kernel_check
-from tests.worlds.kernels import cuda_on_cpu, emulator, metal_source
+from tests.worlds.kernels import cuda_on_cpu, emulator, metal_source, same_bits
 from tests.worlds.kernels.faults import fault
 
 LENGTHS = (1, 256, 257, 90, 700)
@@ -41,6 +41,7 @@ def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
         monkeypatch.setattr(decode_kernel, "_tensor_cores", True)
         monkeypatch.setattr(decode_kernel, "has_tensor_cores", lambda: True)
         monkeypatch.setattr(decode_kernel, "kernel", cuda_on_cpu.kernel)
+        decode_kernel._plan.cache_clear()
         yield monkeypatch
         decode_kernel._plan.cache_clear()
 
@@ -80,13 +81,18 @@ def test_it_agrees_with_the_reference(
     tensor_cores: pytest.MonkeyPatch,
 ):
     if whole:
-        tensor_cores.setattr(decode_views, "GROUPS_WANTED", 1)
+        tensor_cores.setattr(decode_views, "UNITS_OF_ONE", 1e-6)
     assert error_of(grouped, dims, dtype, window) <= BOUND
 
 
 @pytest.mark.parametrize("grouped", [4, 8])
 def test_it_agrees_with_the_reference_about_drafts(grouped: int, tensor_cores: pytest.MonkeyPatch):
     assert error_of(grouped, new=DRAFTED) <= BOUND
+
+
+def test_a_token_attends_to_the_same_bits_beside_any_others(tensor_cores: pytest.MonkeyPatch):
+    made = kernel_check.world((700, 300), 1, (128, 128), 4, "q4", 0, new=(3, 2))
+    same_bits.check(made, POLICIES["q4"])
 
 
 def test_open_blocks_may_begin_anywhere_in_memory(tensor_cores: pytest.MonkeyPatch):

@@ -40,7 +40,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "on_cuda", lambda: True)
     monkeypatch.setattr(many_rows.gpu_kernels, "is_available", lambda: True)
     monkeypatch.setattr(few_rows_check, "is_slower", lambda *_: False)
-    monkeypatch.setattr(few_rows_check, "TIMED_PRODUCTS", 1)
+    monkeypatch.setattr(few_rows_check, "TIMED_LEAST", 1)
     monkeypatch.setattr(few_rows_check, "TIMED_ROUNDS", 1)
 
     def multiply_gated(layer: Any, x: mx.array) -> mx.array:

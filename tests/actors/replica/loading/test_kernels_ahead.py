@@ -31,6 +31,7 @@ NORMED = {"head_dim": 64}
 ANY = {"append", "stack", "decode_join"}
 QUANTIZED = {"unseal", "seal", "write_sealed_8", "write_8", "write_records_8", *ANY}
 QUANTIZED |= {"quantized_decode_one", "quantized_decode_parts"}
+TENSOR = {"quantized_decode_tensor_one", "quantized_decode_tensor_parts"}
 PLAIN = {"write_2", "write_records_2", "plain_decode_one", "plain_decode_parts", *ANY}
 
 
@@ -69,7 +70,7 @@ def serve(loaded: LoadedModel) -> None:
     ("family", "other", "kv", "dtype", "kinds"),
     [
         pytest.param("llama", {}, "q4", "bfloat16", {"prefill_bf16", *QUANTIZED}, marks=pytest.mark.slow),
-        ("qwen3", NORMED, "q4", "bfloat16", {"prefill_bf16", "quantized_decode_tensor_parts", *QUANTIZED}),
+        ("qwen3", NORMED, "q4", "bfloat16", {"prefill_bf16", *TENSOR, *QUANTIZED}),
         ("qwen3", {}, "fp16", "float16", {"prefill_f16", *PLAIN}),
         pytest.param("gemma2", {}, "q4", "bfloat16", {*QUANTIZED}, marks=pytest.mark.slow),
         pytest.param("gemma3_text", {}, "k8v4", "bfloat16", {"prefill_bf16", *QUANTIZED}, marks=pytest.mark.slow),

@@ -110,7 +110,9 @@ def test_sequences_that_join_fill_blocks_and_leave_get_the_same_tokens_and_kv(fa
     write_model(tmp_path / "model", family)
     folder = str(tmp_path / "model")
     loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", kv=kv, warm=False)
-    assert loaded.way == DecodeWay(Reads.KERNEL, compiled=True, fused=True, summed=loaded.way.summed)
+    assert loaded.way == DecodeWay(
+        Reads.KERNEL, compiled=True, fused=True, summed=loaded.way.summed, alike=loaded.way.alike
+    )
     assert loaded.way.summed or on_gpu()
     told = story(replace(loaded, way=replace(loaded.way, summed=True)))
     check_alike(told, story(replace(loaded, way=DecodeWay(Reads.KERNEL, compiled=True))))

@@ -21,7 +21,8 @@ from satchel.actors.replica.device.device import on_gpu
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.recorded.compiled_step import CompiledStep
 from satchel.actors.replica.execution.recorded.fused_products import FusedProducts
-from satchel.actors.replica.execution.recorded.residual_sums import fusions_of
+from satchel.actors.replica.execution.recorded.layer_outputs import LayerOutputs
+from satchel.actors.replica.execution.recorded.residual_sums import ResidualSums, fusions_of
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.kernels import few_rows
 from satchel.actors.replica.loading import decode_ways, models
@@ -86,6 +87,28 @@ def test_a_models_sums_and_gates_are_computed_by_its_products(
     assert launched.count("gates") == count * gates * steps
     # The stream begins after the first sum: an embedding may be normed before it is one.
     assert launched.count("sum") == (0 if normed else (2 * count - 1) * steps)
+
+
+def test_what_layers_give_is_what_products_have_computed(
+    launched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """To the last bit; the model's own sums would have to be computed for it too."""
+    loaded = load(written(tmp_path, num_hidden_layers=3))
+    outputs, taken = LayerOutputs(loaded.model.layers[:2]), list[bool]()
+    computed = ResidualSums.computed
+
+    def noted(sums: ResidualSums, array: mx.array) -> mx.array:
+        taken.append(computed(sums, array) is not array)
+        return computed(sums, array)
+
+    monkeypatch.setattr(ResidualSums, "computed", noted)
+    found: list[Any] = []
+    for how in (unfused(loaded), loaded):
+        step = CompiledStep(how.model, how.deferral, fusions=how.fusions, outputs=outputs)
+        decode_ways._batch_steps(how.model, how.spec, step, 0, IN_ONE_PIECE)
+        found.append(step.hidden)
+    assert found[0].shape[1] == 2 * DIM and mx.array_equal(*found)
+    assert taken and all(taken)
 
 
 def test_what_an_earlier_load_found_is_used(launched: list[str], tmp_path: Path):

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.replica_messages import Sampling
+from satchel.actors.replica.execution import prefilling
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.micro_batches import AGAIN_STEPS, TRIAL_STEPS, MicroBatchRule
 from satchel.actors.replica.execution.padding import SHAPE_TOKENS, pieces_of
 from satchel.actors.replica.execution.sampling.sampling import BatchSampler
 from satchel.actors.replica.group.calls.following import Following
 from satchel.actors.replica.group.calls.leading import Leading
+from satchel.actors.replica.group.division import pipeline
 from satchel.actors.replica.group.division.pipeline import RecordedStage
 from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.link.broken import GroupBroken, Wholeness
@@ -108,13 +110,15 @@ class Whims(MicroBatchRule):
         return self._chosen
 
 
-def live(bench: Bench, seed: int, lengths: Sequence[int] = (3, 60, 255, 300, 700)) -> dict[str, Received]:
+def live(
+    bench: Bench, seed: int, lengths: Sequence[int] = (3, 60, 255, 300, 700), count: int = 14
+) -> dict[str, Received]:
     """Sequences of random lengths and samplings come and go at random steps; some are left in mid-answer. Returns what
     those that ended by themselves received."""
     rng = random.Random(seed)
     left, names = set[str](), list[str]()
     prompts = [[rng.randrange(10, 3000) for _ in range(rng.choice(lengths))] for _ in range(8)]
-    while len(names) < 14:
+    while len(names) < count:
         for _ in range(rng.choice((1, 1, 2, 5))):
             prompt = rng.choice(prompts)[: rng.choice((None, 100))]
             names.append(str(len(names)))
@@ -184,10 +188,43 @@ def test_stages_record_their_steps_where_a_gpu_has_kernels_and_answer_as_one_pro
         )
         expected = live(Bench(loaded, sequences_max=16), 3)
         with group(folder, [1, 3, LAYERS], 100) as led:
-            assert led.bench.engine.executor._loaded.way == replace(loaded.way, drafts=False, summed=False, gated=False)
+            assert led.bench.engine.executor._loaded.way == replace(loaded.way, drafts=False, summed=False, gated=False, alike=0)
             led.bench.engine.executor.rule = Whims(random.Random(3))
             found = live(led.bench, 3)
     assert loaded.way.compiled and {"0", "1", "3"} <= {*recorded}
+    common = expected.keys() & found.keys()
+    assert len(common) >= 4
+    for name in common:
+        assert expected[name].tokens == found[name].tokens
+
+
+@contextmanager
+def launching() -> Iterator[None]:
+    """Lets stages hand on what is not computed yet, and prompts run ahead, as on CUDA."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "on_cuda", lambda: True)
+        patch.setattr(prefilling, "on_gpu", lambda: True)
+        patch.setattr(prefilling, "on_cuda", lambda: True)
+        yield
+
+
+@pytest.mark.parametrize("stops", [[2, LAYERS], pytest.param([1, 3, LAYERS], marks=pytest.mark.slow)])
+def test_what_is_handed_on_before_it_is_computed_answers_as_one_process(folder: Path, stops: list[int]):
+    """Tokens and hidden states pass on threads of their own, and nobody waits for what only its own wait holds up."""
+    with fake_kernels.kernels(), launching():
+        loaded = models.load(
+            str(folder),
+            context_tokens_max=None,
+            progress=lambda *_: None,
+            dtype="float32",
+            weights="stored",
+            warm=False,
+        )
+        expected = live(Bench(loaded, sequences_max=16), 3, (3, 60, 300), 8)
+        with group(folder, stops, 100) as led:
+            led.bench.engine.executor.rule = Whims(random.Random(3))
+            found = live(led.bench, 3, (3, 60, 300), 8)
+            assert led.bench.engine.executor.runs_ahead
     common = expected.keys() & found.keys()
     assert len(common) >= 4
     for name in common:
