@@ -46,8 +46,8 @@ the same bits alone and beside others. Weights that no cache has it reads two to
 small products are bound by the host, which takes a little longer to launch it."""
 
 SURE_ROWS, SLOWER_MOST = 32, 1.1
-"""Up to so many rows the kernel is used unless it takes this many times as long as MLX's: where both take as long, noise
-would decide up to how many tokens a step changes no bit."""
+"""Up to so many rows the kernel is used unless it takes over so many times as long as MLX's: where both take as long,
+noise would decide up to how many tokens a step changes no bit."""
 
 _WHAT, _VERSION = "few_rows", 6
 """Increased whenever the kernel or its test changes."""
