@@ -168,9 +168,7 @@ def _why_not(expected: Logits, got: Logits) -> str:
     return ""
 
 
-def _kernel_is_slower(
-    alike: Sequence[tuple[Any, _Today]], rows: int, widths: Sequence[int], times: float
-) -> bool:
+def _kernel_is_slower(alike: Sequence[tuple[Any, _Today]], rows: int, widths: Sequence[int], times: float) -> bool:
     """Whether products take more than so many times as long with the kernel."""
     (layer, _), ends = alike[0], [*accumulate(widths[:-1])]
     shape = f"{layer.weight.shape[0]} x {layer.weight.shape[1] * 8}"
