@@ -29,6 +29,7 @@ from satchel.actors.replica.kernels.decode_views import (
 from satchel.actors.replica.kernels.head_transform import HeadTransform, Rotation
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.pool import Field, LayerFields, SlotGroup, slots_of
+from satchel.actors.replica.kv.steps import first_block
 from satchel.actors.replica.selftest import kernel_check
 from tests.worlds.kernels import emulator, metal_source, same_bits, shapes
 from tests.worlds.kernels.faults import fault
@@ -134,6 +135,25 @@ def test_every_token_has_its_groups_and_one_of_a_long_sequence_most(
     alone = NewTokens.of(nothing, [0, blocks[last]], lengths[last:], [0], 0, 8, None if single else [at + 1])
     begins = np.array(alone.numbers)[7 * alone.tokens + 1 :][: at + 2]
     assert begins[-1] - begins[-2] == counts[total - 1]
+
+
+@pytest.mark.parametrize("window", [1, 128, 300, 1024, 2047])
+def test_a_token_of_a_draft_reads_behind_a_window_what_it_reads_alone(window: int):
+    """Not the blocks that only tokens before it see: else its units would be divided in another way."""
+    blocks = 12
+
+    def numbers(length: int, new: int) -> list[tuple[int, ...]]:
+        first = first_block(length, window)
+        made = NewTokens.of(mx.zeros((1,), mx.uint32), [first, blocks], [length], [first], window, 8, [new])
+        found = np.array(made.numbers)[1:]
+        opened, hidden, places, _, _, begins, ends, jobs = (found[at * made.tokens :][:new] for at in range(8))
+        groups = np.diff([*jobs, found[8 * made.tokens]])[: new - 1]
+        return [*zip(opened, hidden, places, begins, ends, [*groups, 0], strict=True)]
+
+    for length in range(blocks * BLOCK_TOKENS, (blocks + 1) * BLOCK_TOKENS - NEW_MOST, 5):
+        # The last one's groups are followed by padding.
+        together = numbers(length, NEW_MOST)[:-1]
+        assert together == [numbers(length + at, 2)[0] for at in range(NEW_MOST - 1)]
 
 
 @pytest.mark.usefixtures("kernels")
