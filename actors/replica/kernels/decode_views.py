@@ -73,8 +73,9 @@ class NewTokens:
         numbers: (8 * tokens + 2 + count,) int32, one after another: the number of tokens; for every token how many
             tokens its open block has, itself the last; how many tokens, from the first block on that it sees, are
             outside of its window; its position; its sequence; how many new tokens its sequence has up to itself; where
-            the blocks that it sees begin and end in `slots`; then `tokens + 1` numbers that say where each token's groups of threads
-            begin, among all `count` groups of a KV head; and for every group its token, or -1 for padding.
+            the blocks that it sees begin and end in `slots`; then `tokens + 1` numbers that say where each token's
+            groups of threads begin, among all `count` groups of a KV head; and for every group its token, or -1 for
+            padding.
         tokens: how many there are, with padding at the end, which has no groups.
         most: the most new tokens of a sequence for which the kernel has room, 1 or `NEW_MOST`.
     """
