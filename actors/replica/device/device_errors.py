@@ -2,8 +2,10 @@
 
 MLX computes after the call that asked for it. If a GPU's command buffer fails (out of memory, a time limit, another
 program's fault), only the next wait for that stream raises the error; later waits read memory that was never written.
-So only the engine's thread waits for its stream. The error passes every handler of ordinary failures up to the engine,
-which drops what the device may have touched (`recovery.py`).
+So only the engine's thread waits for its stream. On CUDA an error stays, and every thread that waits gets it: there
+another thread may wait for what it sends to the next stage, and an error there breaks the group
+(`group/link/connection.py`). The error passes every handler of ordinary failures up to the engine, which drops what the
+device may have touched (`recovery.py`).
 """
 
 from __future__ import annotations

@@ -296,8 +296,10 @@ _UNITS = """\
 
 _FINISH_ONE = """
     if (SINKS) {
+      // As _JOIN adds up a single part: the compiler must not round in another way here.
       const float sink = static_cast<float>(sinks[kvh * G + chunk * GC + g]), all = MAX(top, sink);
-      o *= EXP(top - all); total = total * EXP(top - all) + EXP(sink - all);
+      const float e = EXP(top - all);
+      o *= e; total = FMA(e, total, EXP(sink - all));
     }
     out[head * DV + d] = static_cast<T>(o / total);
 """
@@ -313,14 +315,12 @@ _JOIN = """
   const DEVICE int* jobs = numbers + 1 + 7 * numbers[0];
   float top = -1e30f, o = 0.f, total = 0.f;
   for (int job = jobs[token]; job < jobs[token + 1]; job++) top = MAX(top, tops[(long)job * HEADS + head]);
-  float sink = 0.f;
-  if (SINKS) { sink = static_cast<float>(sinks[head]); top = MAX(top, sink); }
+  if (SINKS) { const float sink = static_cast<float>(sinks[head]); top = MAX(top, sink); total = EXP(sink - top); }
   for (int job = jobs[token]; job < jobs[token + 1]; job++) {
     const long part = (long)job * HEADS + head;
     const float e = EXP(tops[part] - top);
-    o += e * parts[part * DV + d]; total += e * sums[part];
+    o = FMA(e, parts[part * DV + d], o); total = FMA(e, sums[part], total);
   }
-  if (SINKS) total += EXP(sink - top);
   out[(long)GROUP * DV + d] = static_cast<T>(o / total);
 """
 

@@ -71,10 +71,11 @@ class NewTokens:
     Attributes:
         slots: (n,) uint32, the sealed blocks of all sequences, sequence after sequence.
         numbers: (8 * tokens + 2 + count,) int32, one after another: the number of tokens; for every token how many
-            tokens its open block has, itself the last; how many of its sequence's tokens, from the first block on, are
-            outside of the window; its position; its sequence; how many new tokens its sequence has up to itself; where
-            its blocks begin and end in `slots`; then `tokens + 1` numbers that say where each token's groups of threads
-            begin, among all `count` groups of a KV head; and for every group its token, or -1 for padding.
+            tokens its open block has, itself the last; how many tokens, from the first block on that it sees, are
+            outside of its window; its position; its sequence; how many new tokens its sequence has up to itself; where
+            the blocks that it sees begin and end in `slots`; then `tokens + 1` numbers that say where each token's
+            groups of threads begin, among all `count` groups of a KV head; and for every group its token, or -1 for
+            padding.
         tokens: how many there are, with padding at the end, which has no groups.
         most: the most new tokens of a sequence for which the kernel has room, 1 or `NEW_MOST`.
     """
@@ -126,6 +127,12 @@ class NewTokens:
                 max(0, place + 1 - window - first[sequence] * BLOCK_TOKENS)
                 for sequence, place in zip(owners, places, strict=True)
             ]
+            # Blocks that only the sequence's tokens before it see are none of a token's own.
+            unseen = [
+                min(count // BLOCK_TOKENS, end - begin) for count, begin, end in zip(hidden, begins, ends, strict=True)
+            ]
+            begins = [begin + count for begin, count in zip(begins, unseen, strict=True)]
+            hidden = [count - BLOCK_TOKENS * those for count, those in zip(hidden, unseen, strict=True)]
         units = [4 * (end - begin) + -(-tokens // 32) for begin, end, tokens in zip(begins, ends, opened, strict=True)]
         groups = [-(-count // _units_of_a_group(count, kv_heads)) for count in units]
         padding = max(0, (rows if new is None else padded_count(len(owners))) - len(owners))

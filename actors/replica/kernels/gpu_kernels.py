@@ -57,6 +57,7 @@ _CUDA = """
   #define RINT(x) rintf(x)
   #define RSQRT(x) rsqrtf(x)
   #define EXP2(x) exp2f(x)
+  #define FMA(a, b, c) fmaf(a, b, c)
   #define COS(x) cosf(x)
   #define SIN(x) sinf(x)
   #define TANH(x) tanhf(x)
@@ -79,6 +80,7 @@ _METAL = """
   #define RSQRT(x) metal::precise::rsqrt(x)
   // The same as in MLX's own rotations, whose angles are off by up to 0.01 at 131,072 tokens.
   #define EXP2(x) metal::exp2(x)
+  #define FMA(a, b, c) metal::fma(a, b, c)
   #define COS(x) metal::fast::cos(x)
   #define SIN(x) metal::fast::sin(x)
   #define TANH(x) metal::precise::tanh(x)

@@ -56,7 +56,7 @@ TRIES_MAX = 2
 """After so many processes that ended while kernels were tried, they are not tried again. One may have been stopped."""
 
 _FAILS, _TRYING = "fails:", "trying_kernels"
-_WHAT, _VERSION = "decode_way", 8
+_WHAT, _VERSION = "decode_way", 9
 """Increased whenever the ways, or their tests, change."""
 
 

@@ -45,7 +45,11 @@ ONE_ROW_SLOWER_MOST = 1.5
 the same bits alone and beside others. Weights that no cache has it reads two to three times as fast on an H200, but
 small products are bound by the host, which takes a little longer to launch it."""
 
-_WHAT, _VERSION = "few_rows", 5
+SURE_ROWS, SLOWER_MOST = 32, 1.1
+"""Up to so many rows the kernel is used unless it takes over so many times as long as MLX's: where both take as long,
+noise would decide up to how many tokens a step changes no bit."""
+
+_WHAT, _VERSION = "few_rows", 6
 """Increased whenever the kernel or its test changes."""
 
 
@@ -139,7 +143,7 @@ def _bounds(alike: Sequence[tuple[Any, _Today]], widths: Sequence[int]) -> list[
     error = verdict.error
     if verdict.holds:
         try:
-            most = next((rows for rows in ROWS_TRIED if not _kernel_is_slower(alike, rows, widths)), 0)
+            most = next((rows for rows in ROWS_TRIED if not _kernel_is_slower(alike, rows, widths, _times(rows))), 0)
             takes_one = most and not _kernel_is_slower(alike, 1, widths, ONE_ROW_SLOWER_MOST)
             return [1 if takes_one else ROWS_LEAST, most]
         except MODEL_ERRORS as failed:
@@ -147,6 +151,11 @@ def _bounds(alike: Sequence[tuple[Any, _Today]], widths: Sequence[int]) -> list[
     reason = verdict.reason if error is None else first_sentence(error)
     logger.warning("few rows are multiplied with %s without the kernel: %s", shape, reason)
     return [ROWS_LEAST, 0]
+
+
+def _times(rows: int) -> float:
+    """Returns how many times as long as MLX's own the kernel may take for so many rows."""
+    return SLOWER_MOST if rows <= SURE_ROWS else 1.0
 
 
 def _why_not(expected: Logits, got: Logits) -> str:
@@ -159,9 +168,7 @@ def _why_not(expected: Logits, got: Logits) -> str:
     return ""
 
 
-def _kernel_is_slower(
-    alike: Sequence[tuple[Any, _Today]], rows: int, widths: Sequence[int], times: float = 1.0
-) -> bool:
+def _kernel_is_slower(alike: Sequence[tuple[Any, _Today]], rows: int, widths: Sequence[int], times: float) -> bool:
     """Whether products take more than so many times as long with the kernel."""
     (layer, _), ends = alike[0], [*accumulate(widths[:-1])]
     shape = f"{layer.weight.shape[0]} x {layer.weight.shape[1] * 8}"

@@ -96,6 +96,7 @@ static void load_matrices(unsigned* r, const void* row, bool turned) {
 #define XOR(x, o) __shfl_xor_sync(0xffffffffu, x, o)
 #define EXP(x) __builtin_expf(x)
 #define EXP2(x) __builtin_exp2f(x)
+#define FMA(a, b, c) __builtin_fmaf(a, b, c)
 #define MAX(a, b) __builtin_fmaxf(a, b)
 #define MIN(a, b) __builtin_fminf(a, b)
 #define ABS(x) __builtin_fabsf(x)

@@ -30,6 +30,7 @@ static inline float simd_shuffle_xor(float x, ushort other) {
 namespace metal {
 inline float exp(float x) { return __builtin_expf(x); }
 inline float exp2(float x) { return __builtin_exp2f(x); }
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float max(float a, float b) { return __builtin_fmaxf(a, b); }
 inline float min(float a, float b) { return __builtin_fminf(a, b); }
 inline float fabs(float x) { return __builtin_fabsf(x); }

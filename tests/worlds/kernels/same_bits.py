@@ -11,12 +11,12 @@ from satchel.actors.replica.kernels.sealing import SealPolicy
 from satchel.actors.replica.selftest.kernel_check import World
 
 
-def check(made: World, policy: SealPolicy) -> None:
+def check(made: World, policy: SealPolicy, sinks: mx.array | None = None) -> None:
     """Every token of a step has the same output if it is computed alone, after the ones before it."""
     step, queries = made.view.step, made.queries
     tails = [mx.contiguous(tail + 0) for tail in step.tails]
     mx.eval(tails)
-    together = decode_kernel.attend(queries, made.view, policy, 0.1)
+    together = decode_kernel.attend(queries, made.view, policy, 0.1, sinks)
     mx.eval(together)
     numbers, count = np.array(step.read.numbers)[1:].tolist(), step.read.tokens
     columns = [numbers[at * count : at * count + len(made.positions)] for at in (2, 3, 5, 6)]
@@ -28,7 +28,7 @@ def check(made: World, policy: SealPolicy) -> None:
         view = KernelView(
             new[0], new[1], KernelStep((keys, values), step.pool, read, step.written), made.view.transform
         )
-        alone = decode_kernel.attend(queries[token : token + 1], view, policy, 0.1)
+        alone = decode_kernel.attend(queries[token : token + 1], view, policy, 0.1, sinks)
         mx.eval(alone)
         assert mx.array_equal(alone, together[token : token + 1]), token
         # The next token finds it in the open block.

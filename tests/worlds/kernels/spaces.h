@@ -15,6 +15,7 @@ float simd_shuffle_xor(float, ushort);
 namespace metal {
 float exp(float);
 float exp2(float);
+float fma(float, float, float);
 float max(float, float);
 float min(float, float);
 float fabs(float);

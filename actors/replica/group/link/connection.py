@@ -333,7 +333,7 @@ class _Awaited:
     Attributes:
         array: the array; its memory is written when it comes.
         came: set when it has come, or does not come.
-        lost, why: whether it does not come; why what came is another one, or empty.
+        lost, why: whether it does not come, or could not be written; why what came is another one, or empty.
     """
 
     def __init__(self, shape: Sequence[int], dtype: str) -> None:
@@ -343,17 +343,18 @@ class _Awaited:
         # A view. Nothing else reads the memory before it is written: nothing was launched with it.
         self._memory = np.array(memory, copy=False)
         self.array = memory.view(mx.bfloat16) if dtype == "bfloat16" else memory
-        self.came, self.lost, self.why = threading.Event(), False, ""
+        self.came, self.lost, self.why = threading.Event(), True, ""
 
     def give(self, plain: Plain | None) -> None:
         """Writes what has come; None if nothing comes. On the thread that receives."""
-        if plain is None:
-            self.lost = True
-        elif not (why := _why_another(plain, self._shape, self._dtype)):
-            self._memory.reshape(-1).view(np.uint8)[:] = plain.data
-        else:
-            self.why = why
-        self.came.set()
+        try:
+            if plain is not None:
+                self.why = _why_another(plain, self._shape, self._dtype)
+                if not self.why:
+                    self._memory.reshape(-1).view(np.uint8)[:] = plain.data
+                self.lost = False
+        finally:
+            self.came.set()
 
 
 def _why_another(plain: Plain, shape: Sequence[int], dtype: str = "") -> str:

@@ -29,6 +29,7 @@ from satchel.actors.replica.kernels.decode_views import (
 from satchel.actors.replica.kernels.head_transform import HeadTransform, Rotation
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.pool import Field, LayerFields, SlotGroup, slots_of
+from satchel.actors.replica.kv.steps import first_block
 from satchel.actors.replica.selftest import kernel_check
 from tests.worlds.kernels import emulator, metal_source, same_bits, shapes
 from tests.worlds.kernels.faults import fault
@@ -136,11 +137,32 @@ def test_every_token_has_its_groups_and_one_of_a_long_sequence_most(
     assert begins[-1] - begins[-2] == counts[total - 1]
 
 
+@pytest.mark.parametrize("window", [1, 128, 300, 1024, 2047])
+def test_a_token_of_a_draft_reads_behind_a_window_what_it_reads_alone(window: int):
+    """Not the blocks that only tokens before it see: else its units would be divided in another way."""
+    blocks = 12
+
+    def numbers(length: int, new: int) -> list[tuple[int, ...]]:
+        first = first_block(length, window)
+        made = NewTokens.of(mx.zeros((1,), mx.uint32), [first, blocks], [length], [first], window, 8, [new])
+        found = np.array(made.numbers)[1:]
+        opened, hidden, places, _, _, begins, ends, jobs = (found[at * made.tokens :][:new] for at in range(8))
+        groups = np.diff([*jobs, found[8 * made.tokens]])[: new - 1]
+        return [*zip(opened, hidden, places, begins, ends, [*groups, 0], strict=True)]
+
+    for length in range(blocks * BLOCK_TOKENS, (blocks + 1) * BLOCK_TOKENS - NEW_MOST, 5):
+        # The last one's groups are followed by padding.
+        together = numbers(length, NEW_MOST)[:-1]
+        assert together == [numbers(length + at, 2)[0] for at in range(NEW_MOST - 1)]
+
+
 @pytest.mark.usefixtures("kernels")
-def test_a_token_attends_to_the_same_bits_beside_any_others():
+@pytest.mark.parametrize("sunk", [False, True])
+def test_a_token_attends_to_the_same_bits_beside_any_others(sunk: bool):
     """Alone and in a batch, as a step's only token and in a draft: so drafts change no answer."""
-    made = kernel_check.world((700, 300, 1290), 2, (128, 128), 4, "q4", 0, new=(3, 1, 2))
-    same_bits.check(made, POLICIES["q4"])
+    # The second has a single group of threads if it is alone, and nothing is joined.
+    made = kernel_check.world((700, 90, 1290), 2, (128, 128), 4, "q4", 0, new=(3, 1, 2))
+    same_bits.check(made, POLICIES["q4"], mx.random.normal((8,)) if sunk else None)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

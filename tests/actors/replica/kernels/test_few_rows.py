@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,18 @@ def test_a_kernel_that_is_slower_is_used_for_fewer_rows_or_not_at_all(device: No
     assert model.last.rows_most == 8
     monkeypatch.setattr(few_rows_check, "is_slower", lambda *_: True)
     assert few_rows_check.install(Tiny()) == 0
+
+
+@pytest.mark.parametrize(("times", "most"), [(1.05, 32), (1.15, 0)])
+def test_up_to_32_rows_the_kernel_may_take_a_little_longer(
+    times: float, most: int, device: None, monkeypatch: pytest.MonkeyPatch
+):
+    """Else noise would decide how many tokens a step may have that changes no bit."""
+    seconds = cycle([1.0, times])
+    monkeypatch.setattr(few_rows_check, "_product_s", lambda *_: next(seconds))
+    monkeypatch.setattr(few_rows_check, "is_slower", lambda today_s, kernel_s: kernel_s > today_s)
+    layer = quantized(32, 64, mx.bfloat16)
+    assert few_rows_check._bounds([(layer, layer)], (32,))[1] == most
 
 
 class Gated(nn.Module):

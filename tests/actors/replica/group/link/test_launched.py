@@ -79,6 +79,22 @@ def test_who_waits_for_an_array_is_told_if_another_one_comes(two: Two):
         far.wait_came()
 
 
+def test_who_waits_for_an_array_is_told_if_it_cannot_be_written(two: Two, monkeypatch: pytest.MonkeyPatch):
+    near, far = two
+    near.send_numbers([1])
+    far.receive_array((1,))
+    far.await_array((1,))
+
+    def fail(*given: object) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(connection, "_why_another", fail)
+    near.send_numbers([2])
+    assert far._awaited[0].came.wait(10)
+    with pytest.raises(LinkError, match="MemoryError"):
+        far.wait_came()
+
+
 def test_who_sends_is_told_if_the_device_fails_at_what_is_to_be_sent(two: Two, monkeypatch: pytest.MonkeyPatch):
     """Also if it has nothing more to send."""
     near, _ = two
