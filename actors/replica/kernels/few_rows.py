@@ -405,6 +405,13 @@ def takes(layer: Any, x: mx.array) -> bool:
     return layer.rows_least <= x.size // x.shape[-1] <= layer.rows_most
 
 
+def rows_alike(model: nn.Module) -> int:
+    """Returns up to how many rows those layers of a model that use the kernel multiply with it, 0 if one of them leaves
+    one row to MLX; `ROWS_MOST` if none uses it."""
+    layers = [each for _, each in model.named_modules() if isinstance(each, FewRowsLinear | FewRowsEmbedding)]
+    return min((layer.rows_most if layer.rows_least == 1 else 0 for layer in layers), default=ROWS_MOST)
+
+
 def by_kernel(layer: Any, rows_most: int, rows_least: int = ROWS_LEAST) -> Any:
     """Returns a quantized layer as one that multiplies `rows_least` to `rows_most` rows with the kernel."""
     made = recast(copy.copy(layer), _form(layer) or type(layer))

@@ -27,7 +27,7 @@ from ..execution.recorded.compiled_step import CompiledStep
 from ..execution.recorded.deferral import Deferral
 from ..execution.recorded.fused_products import FusedProducts
 from ..execution.recorded.residual_sums import ResidualSums
-from ..kernels import decode_kernel, gpu_kernels
+from ..kernels import decode_kernel, few_rows, gpu_kernels
 from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
 from ..kv.paged_cache import PagedKVCache, Reads
 from ..kv.sequence_view import SequenceView
@@ -197,9 +197,12 @@ def _found(
 
 def _tokens_alike(model: Any, spec: ModelCacheSpec, how: _Recording, context_tokens: int, pieces: Pieces) -> int:
     """As `tokens_alike`; 0 if that fails."""
+    most_blocks, most_tokens = context_tokens // BLOCK_TOKENS - 1, few_rows.rows_alike(model)
+    if not most_tokens:
+        return 0
     try:
         with decode_kernel.tensor_cores(how.tensor):
-            return tokens_alike(model, spec, how.step(model), context_tokens // BLOCK_TOKENS - 1, pieces)
+            return tokens_alike(model, spec, how.step(model), most_blocks, most_tokens, pieces)
     except MODEL_ERRORS as error:
         logger.warning("it is not known whether drafts change bits: %s", first_sentence(error))
         return 0

@@ -291,6 +291,7 @@ def test_one_row_is_multiplied_by_the_kernel_where_that_is_not_slower(device: No
     few_rows_check.install(model)
     assert timed == [128, 1] * 3
     assert [few_rows.takes(model.last, drawn((rows, 64))) for rows in (1, 2, 32)] == [False, True, True]
+    assert few_rows.rows_alike(model) == 0
 
 
 def test_a_kernel_that_is_slower_is_used_for_fewer_rows_or_not_at_all(device: None, monkeypatch: pytest.MonkeyPatch):
@@ -298,7 +299,7 @@ def test_a_kernel_that_is_slower_is_used_for_fewer_rows_or_not_at_all(device: No
     monkeypatch.setattr(few_rows_check, "is_slower", lambda *_: tried.append(1) or len(tried) < 5)
     few_rows_check.install(model)
     # The layer that was tried first.
-    assert model.last.rows_most == 8
+    assert model.last.rows_most == 8 == few_rows.rows_alike(model)
     monkeypatch.setattr(few_rows_check, "is_slower", lambda *_: True)
     assert few_rows_check.install(Tiny()) == 0
 

@@ -35,6 +35,6 @@ def test_steps_are_alike_up_to_where_they_begin_to_round_otherwise(tmp_path: Pat
         loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm=False)
         assert loaded.way.alike == 128
         step = CompiledStep(loaded.model, loaded.deferral, fusions=loaded.fusions)
-        for most, alike in ((64, 64), (7, 0)):
+        for most, alike in ((32, 32), (7, 0)):
             rounding: Any = Rounding(step, most)
-            assert tokens_alike(loaded.model, loaded.spec, rounding, 1, IN_ONE_PIECE) == alike
+            assert tokens_alike(loaded.model, loaded.spec, rounding, 1, 64, IN_ONE_PIECE) == alike
