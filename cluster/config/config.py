@@ -122,8 +122,9 @@ class Drafting:
     plain attention. An EAGLE-3 head must have been trained for the model that it drafts for. It is loaded beside each
     replica of that model."""
     exact: bool = False
-    """Whether nothing is drafted that could change a bit of a token's logits, as with `drafts: exact`. Then a head drafts
-    nothing, because no test at the load says what it changes. If false, everything is drafted as with `drafts: auto`."""
+    """Whether nothing is drafted that could change a bit of a token's logits, as with `drafts: exact`. Then a head
+    drafts nothing, because no test at the load says what it changes. If false, everything is drafted as with `drafts:
+    auto`."""
 
 
 @validated(frozen=True, config=STRICT)

@@ -65,7 +65,7 @@ def load_draft_model(
         kind = pick_dtype(dtype)
         if is_head(config := read_json(folder / "config.json")):
             if exact:
-                raise ModelLoadError(f"{source} does not draft: drafts must be exact, and no load tests that with heads")
+                raise ModelLoadError(f"{source} does not draft: drafts must be exact, and no load tests heads for that")
             return load_head(source, folder, config, loaded, kind, claim)
         _refuse(source, folder, config, loaded.folder)
         needed = bytes_in_memory(read_weight_files(folder), None if kind is None else kind.size)

@@ -95,9 +95,7 @@ def test_a_smaller_vocabulary_is_all_that_it_drafts(loaded: LoadedModel, tmp_pat
     assert made.kv_bytes == 2 * 2 * 2 * 32 * 4 * 1024 * 17
 
 
-def test_where_it_could_change_bits_it_does_not_draft_if_it_must_be_exact(
-    loaded: LoadedModel, tmp_path: Path
-):
+def test_where_it_could_change_bits_it_does_not_draft_if_it_must_be_exact(loaded: LoadedModel, tmp_path: Path):
     """Nor does a head: no load tests what it changes."""
 
     def refused(folder: Path, alike: int) -> str:

@@ -188,7 +188,8 @@ def test_stages_record_their_steps_where_a_gpu_has_kernels_and_answer_as_one_pro
         )
         expected = live(Bench(loaded, sequences_max=16), 3)
         with group(folder, [1, 3, LAYERS], 100) as led:
-            assert led.bench.engine.executor._loaded.way == replace(loaded.way, drafts=False, summed=False, gated=False, alike=0)
+            way = replace(loaded.way, drafts=False, summed=False, gated=False, alike=0)
+            assert led.bench.engine.executor._loaded.way == way
             led.bench.engine.executor.rule = Whims(random.Random(3))
             found = live(led.bench, 3)
     assert loaded.way.compiled and {"0", "1", "3"} <= {*recorded}
