@@ -167,9 +167,10 @@ class Model:
     drafts: Annotated[Literal["exact", "auto", "off"] | Drafting, BeforeValidator(_parse_off)] = "exact"
     """`exact` guesses the next tokens of a sequence from its own prompt and answer, and computes several in one step
     where that was measured to be faster, and where a test at the load finds that no token's logits change by it in a
-    single bit: on CUDA; no Mac has been tried, and on a CPU nothing is drafted. `auto` does so wherever it may be faster;
-    then an answer may be another one by rounding, unless `numerics` are `reproducible`. With `model: …` a small model or a head guesses too, where the
-    conversation does not tell; as with `auto`, unless it is to be `exact`. `off` never guesses."""
+    single bit: on CUDA; no Mac has been tried, and on a CPU nothing is drafted. `auto` does so wherever it may be
+    faster; then an answer may be another one by rounding, unless `numerics` are `reproducible`. With `model: …` a
+    small model or a head guesses too, where the conversation does not tell; as with `auto`, unless it is to be
+    `exact`. `off` never guesses."""
     self_test: Annotated[bool, also_named("self_test", "trial")] = True
     """Whether the model runs a self-test when it is loaded: batched, in chunks and from cached KV it must compute what
     it computes unbatched. The result is stored. Without a self-test an untested model family may give wrong answers
