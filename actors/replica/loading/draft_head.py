@@ -72,7 +72,7 @@ def load_head(
     call = caller(_forward(head))
     like: Any = head.norm.weight
     kv_bytes = 2 * shape.heads * shape.key_dim * like.itemsize * len(head.layers) * ROOM * SEQUENCES_MAX
-    # What it drafts from, of the last steps, with as many numbers a token as it is tried with.
+    # Three layers' outputs of the last steps, from which it drafts.
     outputs_bytes = STEPS * TOKENS_MOST * 3 * head.target_hidden_size * like.itemsize
     kv = RecentKV([shape] * len(head.layers), like.dtype, call, mx.compile(call) if on_gpu() else call)
     token_s = _token_seconds(kv, 3 * head.target_hidden_size)
