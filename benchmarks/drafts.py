@@ -6,7 +6,8 @@ the drafted tokens was right, and how much faster the answers are; and whether t
 without are taken in turns. `--width N` computes drafts with steps of up to N tokens whatever they cost, so that the
 first two numbers, which hold on every device, can be counted where no draft pays. With `--draft-model FOLDER` a small
 model of the same tokenizer drafts too, and what it drafted is counted apart; `--depth N` lets it draft N tokens for
-every sequence in each step whatever that costs.
+every sequence in each step whatever that costs. With `--exact` nothing is drafted that could change a bit of a token's
+logits, which is what servers do by default; it is of no use with `--width` or `--depth`.
 """
 
 from __future__ import annotations
@@ -79,16 +80,17 @@ class Run:
         prompts: Sequence[Sequence[int]],
         tokens: int,
         how: dict[str, Any],
+        exact: bool,
     ) -> None:
         self._loaded, self._prompts, self._tokens, self._how = loaded, prompts, tokens, how
-        self._draft_model = draft_model
+        self._draft_model, self._exact = draft_model, exact
         self._executors: dict[bool, BatchExecutor] = {}
 
     def __call__(self, drafted: bool, width: int | None, depth: int | None) -> dict[str, Any]:
         if drafted not in self._executors:
             # A server's goes on too, and has recorded the steps of many shapes.
             self._executors[drafted] = executor = BatchExecutor(
-                self._loaded, drafts=drafted, draft_model=self._draft_model
+                self._loaded, drafts=drafted, exact_drafts=self._exact, draft_model=self._draft_model
             )
             executor.batched_prefill |= len(self._prompts) > 1
             if width is not None:
@@ -160,11 +162,14 @@ def main() -> None:
     parser.add_argument("--width", type=int)
     parser.add_argument("--draft-model")
     parser.add_argument("--depth", type=int)
+    parser.add_argument("--exact", action="store_true", help="as `drafts: exact`")
     parser.add_argument("--kv", default="auto")
     parser.add_argument("--numerics", default="fast")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--sampling", type=json.loads, default={"temperature": 0.0})
     given = parser.parse_args()
+    if given.exact and (given.width or given.depth):
+        parser.error("--exact is of no use with --width or --depth")
     loaded = models.load(
         given.model,
         dtype=given.dtype,
@@ -177,7 +182,7 @@ def main() -> None:
     draft_model = None
     if given.draft_model:
         draft_model = load_draft_model(
-            given.draft_model, loaded, dtype=given.dtype, progress=lambda what, fraction: None
+            given.draft_model, loaded, dtype=given.dtype, progress=lambda what, fraction: None, exact=given.exact
         )
         print(f"{draft_model.name}: {draft_model.token_s * 1e3:.2f} ms a token, pieces {draft_model.pieces}")
     tokenizer = Tokenizer.from_file(str(loaded.folder / "tokenizer.json"))
@@ -186,7 +191,7 @@ def main() -> None:
         prompts = [tokenizer.encode(CHAT.format(text)).ids for text in texts]
         for first in range(0, len(prompts), given.streams):
             together = prompts[first : first + given.streams]
-            run = Run(loaded, draft_model, together, given.tokens, given.sampling)
+            run = Run(loaded, draft_model, together, given.tokens, given.sampling, given.exact)
             print(
                 name,
                 [len(prompt) for prompt in together],

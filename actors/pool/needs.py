@@ -19,9 +19,13 @@ def _adapters(model: Model) -> list[WeightFile]:
 
 
 def _drafting(model: Model) -> list[WeightFile]:
-    """Returns the files of the model that drafts for it, if they are here."""
-    folder = found_here(model.drafts.model) if isinstance(model.drafts, Drafting) else None
-    return read_weight_files(folder) if folder is not None else []
+    """Returns the files of the model that drafts for it, if they are here. Damaged ones count nothing: the model is
+    served without them."""
+    try:
+        folder = found_here(model.drafts.model) if isinstance(model.drafts, Drafting) else None
+        return read_weight_files(folder) if folder is not None else []
+    except ModelLoadError:
+        return []
 
 
 def weights_bytes(model: Model) -> int:

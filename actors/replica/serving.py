@@ -38,6 +38,7 @@ from .memory.disk_tier import DiskTier
 from .memory.other_parts import disk_tier_of
 from .memory.replica_memory import ReplicaMemory
 from .plain_mode import PlainMode
+from .proving.pieces import Pieces
 from .reports import EngineReports
 from .selftest.self_test import Proven, prove
 
@@ -136,16 +137,16 @@ class Serving:
             return self.begin(Proven(plain, together=False), memory, memory.settle(plain))
 
         plain_mode = PlainMode(self._model.plain_after_s, begin, lambda: os._exit(1))
-        proven = self._with_draft_model(self._prove(memory.make_way, plain_mode), memory)
+        proven = self._with_draft_model(self._prove(memory.make_way, plain_mode), memory, plain_mode.pieces)
         return proven, memory.settle(proven.loaded, proven.kv_beside_bytes)
 
-    def _with_draft_model(self, proven: Proven, memory: ReplicaMemory) -> Proven:
+    def _with_draft_model(self, proven: Proven, memory: ReplicaMemory, pieces: Pieces) -> Proven:
         """Returns the model with the one that drafts for it, if the config names one, and if it can."""
         drafts = self._model.drafts
         if not isinstance(drafts, Drafting):
             return proven
         try:
-            return self._drafted_by(drafts.model, proven, memory)
+            return self._drafted_by(drafts, proven, memory, pieces)
         except SatchelError as error:
             logger.warning("%s is drafted without a model: %s", self._model.name, error.message)
             proven = replace(proven, notes=[*proven.notes, f"it is drafted without a model: {error.message}"])
@@ -153,15 +154,17 @@ class Serving:
         mx.clear_cache()
         return proven
 
-    def _drafted_by(self, source: str, proven: Proven, memory: ReplicaMemory) -> Proven:
+    def _drafted_by(self, drafts: Drafting, proven: Proven, memory: ReplicaMemory, pieces: Pieces) -> Proven:
         """Raises `SatchelError` if the model cannot draft, or if there is no room for it."""
         draft_model = load_draft_model(
-            source,
+            drafts.model,
             proven.loaded,
             dtype=self._model.dtype,
             weights=self._model.weights,
             progress=self._shell.note_progress,
             claim=memory.make_way_beside,
+            exact=drafts.exact,
+            pieces=pieces,
         )
         proven = replace(proven, draft_model=draft_model)
         memory.settle(proven.loaded, proven.kv_beside_bytes)
@@ -225,7 +228,7 @@ class Serving:
         plain: bool = True,
     ) -> Engine:
         """Makes an engine that serves a model, in place of the former engine. No sequence may be in computation."""
-        loaded, before = proven.loaded, self._shell.engine
+        loaded, before, drafts = proven.loaded, self._shell.engine, self._model.drafts
         disk = self._disk(loaded)
         engine = Engine(
             loaded,
@@ -238,8 +241,8 @@ class Serving:
             lambda why: note_incident_aside(default_home(), "device", f"{self._model.name}: {why}"),
             before,
             trust_remote_code=self._model.trust_remote_code,
-            drafts=self._model.drafts != "off",
-            exact_drafts=self._model.drafts == "exact",
+            drafts=drafts != "off",
+            exact_drafts=drafts.exact if isinstance(drafts, Drafting) else drafts == "exact",
             draft_model=proven.draft_model,
             followers=self._followers,
         )

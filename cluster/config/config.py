@@ -121,6 +121,10 @@ class Drafting:
     """A folder, a Hub id, or the name of a model of this config. A model must have the same tokenizer, and layers of
     plain attention. An EAGLE-3 head must have been trained for the model that it drafts for. It is loaded beside each
     replica of that model."""
+    exact: bool = False
+    """Whether nothing is drafted that could change a bit of a token's logits, as with `drafts: exact`. Then a head
+    drafts nothing, because no test at the load says what it changes. If false, everything is drafted as with `drafts:
+    auto`."""
 
 
 @validated(frozen=True, config=STRICT)
@@ -162,10 +166,11 @@ class Model:
     KV is not shared between the two."""
     drafts: Annotated[Literal["exact", "auto", "off"] | Drafting, BeforeValidator(_parse_off)] = "exact"
     """`exact` guesses the next tokens of a sequence from its own prompt and answer, and computes several in one step
-    where that was measured to be faster, and where no token's logits change by it in a single bit: on CUDA, for models
-    that a test at the load finds so. `auto` does so wherever it may be faster; then an answer may be another one by
-    rounding, unless `numerics` are `reproducible`. With `model: …`, as with `auto`, a small model or a head guesses
-    too, where the conversation does not tell. `off` never guesses."""
+    where that was measured to be faster, and where a test at the load finds that no token's logits change by it in a
+    single bit: on CUDA; no Mac has been tried, and on a CPU nothing is drafted. `auto` does so wherever it may be
+    faster; then an answer may be another one by rounding, unless `numerics` are `reproducible`. With `model: …` a
+    small model or a head guesses too, where the conversation does not tell; as with `auto`, unless it is to be
+    `exact`. `off` never guesses."""
     self_test: Annotated[bool, also_named("self_test", "trial")] = True
     """Whether the model runs a self-test when it is loaded: batched, in chunks and from cached KV it must compute what
     it computes unbatched. The result is stored. Without a self-test an untested model family may give wrong answers
@@ -230,7 +235,7 @@ class Model:
             "has no adapters": bool(self.adapters),
             "does not run code of its folder: trust_remote_code is not supported": self.trust_remote_code,
             "does not support numerics: reproducible": self.numerics == "reproducible",
-            "has no drafting model: only drafts: auto is supported": isinstance(self.drafts, Drafting),
+            "has no drafting model: drafts must be exact, auto or off": isinstance(self.drafts, Drafting),
         }
         return next((why for why, is_set in unsupported.items() if is_set), "")
 
@@ -431,7 +436,7 @@ def _drafted_by_source(model: Model, sources: Mapping[str, str]) -> Model:
     """Returns a model whose drafting model, if it names one of the config, is given by its source."""
     if not isinstance(model.drafts, Drafting) or model.drafts.model not in sources:
         return model
-    return replace(model, drafts=Drafting(sources[model.drafts.model]))
+    return replace(model, drafts=replace(model.drafts, model=sources[model.drafts.model]))
 
 
 def local_nodes(count: int) -> tuple[Node, ...]:

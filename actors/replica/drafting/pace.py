@@ -55,11 +55,14 @@ class DraftPace:
     """The measured times of one device and model.
 
     Args:
-        tokens_most: the most tokens of a step, if sequences have different numbers of them.
+        tokens_most: the most tokens of a step, if sequences have different numbers of them; no more than `TOKENS_MOST`.
+
+    Attributes:
+        tokens_most: as given.
     """
 
     def __init__(self, tokens_most: int = TOKENS_MOST) -> None:
-        self._tokens_most = min(tokens_most, TOKENS_MOST)
+        self.tokens_most = min(tokens_most, TOKENS_MOST)
         self._steps = 0
         self._single: dict[int, deque[float]] = {}
         self._larger: dict[tuple[int, int], deque[tuple[int, float]]] = {}
@@ -93,7 +96,7 @@ class DraftPace:
         if not any(hope.most for hope in hopes) or not self.is_timed(sequences):
             return speed_found, best
         before = before_s / self.single_s(sequences)
-        for tokens, lengths, gained in _ragged(hopes, self._tokens_most) if ragged else _padded(hopes):
+        for tokens, lengths, gained in _ragged(hopes, self.tokens_most) if ragged else _padded(hopes):
             speed = (sequences + gained) / sequences / (self.cost(sequences, tokens) + before)
             if speed >= most:
                 best, most, speed_found = lengths, speed, speed

@@ -172,9 +172,11 @@ class Drafts:
         plan = self._best(sequences, hopes, ready, model, ragged=ragged)
         if plan.depth or not ready:
             return plan
-        if not any(plan.lengths) and self._may_try(sequences, ready, model, ragged=ragged):
-            lengths = [min(TRIAL_DEPTH, _most(each)) if at in ready else 0 for at, each in enumerate(sequences)]
-            return _Plan(1.0, lengths, frozenset(ready), TRIAL_DEPTH, is_trial=True)
+        room = self.pace.tokens_most - len(sequences)
+        tried = ready[: max(0, room) // TRIAL_DEPTH] if ragged else ready
+        if tried and not any(plan.lengths) and self._may_try(sequences, tried, model, ragged=ragged):
+            lengths = [min(TRIAL_DEPTH, _most(each)) if at in tried else 0 for at, each in enumerate(sequences)]
+            return _Plan(1.0, lengths, frozenset(tried), TRIAL_DEPTH, is_trial=True)
         self._rests_drafts = RESTS_STEPS
         return plan
 

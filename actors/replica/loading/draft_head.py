@@ -15,6 +15,8 @@ from mlx.utils import tree_flatten
 from ....cluster.errors import ModelLoadError
 from ...model_files.weights import bytes_in_memory, read_weight_files
 from ..device.device import as_numpy, on_gpu
+from ..drafting.pace import TOKENS_MOST
+from ..execution.draft_model.head_drafts import STEPS
 from ..execution.draft_model.model_drafts import SEQUENCES_MAX, DraftModel
 from ..execution.draft_model.recent_kv import ROOM, Forward, LayerShape, RecentKV, States, caller
 from ..execution.loaded_model import LoadedModel
@@ -69,13 +71,16 @@ def load_head(
     shape = LayerShape(text.num_key_value_heads, int(text.head_dim or 0), int(text.head_dim or 0))
     call = caller(_forward(head))
     like: Any = head.norm.weight
+    kv_bytes = 2 * shape.heads * shape.key_dim * like.itemsize * len(head.layers) * ROOM * SEQUENCES_MAX
+    # Three layers' outputs of the last steps, from which it drafts.
+    outputs_bytes = STEPS * TOKENS_MOST * 3 * head.target_hidden_size * like.itemsize
     kv = RecentKV([shape] * len(head.layers), like.dtype, call, mx.compile(call) if on_gpu() else call)
     token_s = _token_seconds(kv, 3 * head.target_hidden_size)
     return DraftModel(
         name=source,
         known=known,
         kv=kv,
-        kv_bytes=2 * shape.heads * shape.key_dim * like.itemsize * len(head.layers) * ROOM * SEQUENCES_MAX,
+        kv_bytes=kv_bytes + outputs_bytes,
         # It needs no prompt.
         pieces={1: 0.0},
         token_s=token_s,

@@ -22,6 +22,7 @@ from ..execution.draft_model.model_drafts import PIECES, SEQUENCES_MAX, DraftMod
 from ..execution.draft_model.recent_kv import ROOM, LayerShape, RecentKV, caller, forward_of
 from ..execution.loaded_model import LoadedModel
 from ..proving.agreement import agree
+from ..proving.pieces import IN_ONE_PIECE, Pieces
 from .draft_head import is_head, load_head
 from .model_id import refuse_elsewhere
 from .models import check_memory, pick_dtype
@@ -39,6 +40,8 @@ def load_draft_model(
     weights: str = "auto",
     progress: Progress,
     claim: Callable[[int], None] = lambda nbytes: None,
+    exact: bool = False,
+    pieces: Pieces = IN_ONE_PIECE,
 ) -> DraftModel:
     """Loads a model, or a head (`draft_head.py`), that drafts for a loaded one.
 
@@ -46,17 +49,23 @@ def load_draft_model(
         source: its folder or Hub id.
         dtype, weights: as for `models.load`.
         claim: called with the bytes of its weights before they are read.
+        exact: whether no draft may change a bit of a token's logits.
+        pieces: requests are served while it is downloaded.
 
     Raises:
         ModelLoadError: it cannot draft for it; the message says why.
     """
     if loaded.undrafted:
         raise ModelLoadError(f"{source} does not draft: {loaded.undrafted}")
+    if exact and not loaded.way.alike:
+        raise ModelLoadError(f"{source} does not draft: drafts must be exact, and here they could change bits")
     try:
-        folder = resolve(source, progress)
+        folder = pieces.beside(lambda: resolve(source, progress))
         progress(f"loading {source}, which drafts", None)
         kind = pick_dtype(dtype)
         if is_head(config := read_json(folder / "config.json")):
+            if exact:
+                raise ModelLoadError(f"{source} does not draft: drafts must be exact, and no load tests heads for that")
             return load_head(source, folder, config, loaded, kind, claim)
         _refuse(source, folder, config, loaded.folder)
         needed = bytes_in_memory(read_weight_files(folder), None if kind is None else kind.size)

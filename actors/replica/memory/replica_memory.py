@@ -94,10 +94,15 @@ class ReplicaMemory:
         self._write()
         started.rename(self._path)
 
-    def note(self, weights: int, workspace: int = 0) -> None:
-        """Notes what the model needs, in bytes."""
+    def note(self, weights: int | None = None, workspace: int | None = None) -> None:
+        """Notes what the model needs, in bytes; None leaves it as it was."""
         with self._noting:
-            noted = replace(self._own, weights=weights, workspace=workspace)
+            own = self._own
+            noted = replace(
+                own,
+                weights=own.weights if weights is None else weights,
+                workspace=own.workspace if workspace is None else workspace,
+            )
             if noted != self._own:
                 self._own = noted
                 self._write()
@@ -108,23 +113,27 @@ class ReplicaMemory:
         Raises:
             NoRoom: they cannot.
         """
-        # Not claimed before it is known to fit: the others would give up their KV for nothing, and refuse requests.
-        claim = MemoryClaim(weights, 0, self._own.kv)
-        ends = time.monotonic() + ENDING_S
-        while not self._fits(claim):
-            if time.monotonic() > ends:
-                raise NoRoom(self._no_room(weights))
-            time.sleep(POLL_S / 4)
-        self.note(weights)
-        if not self._fits(claim):
-            # Another one was loaded at the same moment.
-            self.note(0)
-            raise NoRoom(self._no_room(weights))
-        self._wait_for(weights)
+        self._make_way(0, weights)
 
     def make_way_beside(self, weights: int) -> None:
         """As `make_way`, for a second model that is loaded too."""
-        self.make_way(self._own.weights + weights)
+        self._make_way(self._own.weights, weights)
+
+    def _make_way(self, loaded: int, weights: int) -> None:
+        """As `make_way`, beside so many bytes of weights that are loaded."""
+        # Not claimed before it is known to fit: the others would give up their KV for nothing, and refuse requests.
+        claim = MemoryClaim(loaded + weights, 0, self._own.kv)
+        ends = time.monotonic() + ENDING_S
+        while not self._fits(claim):
+            if time.monotonic() > ends:
+                raise NoRoom(self._no_room(loaded + weights))
+            time.sleep(POLL_S / 4)
+        self.note(loaded + weights)
+        if not self._fits(claim):
+            # Another one was loaded at the same moment.
+            self.note(loaded)
+            raise NoRoom(self._no_room(loaded + weights))
+        self._wait_for(weights)
 
     def _wait_for(self, nbytes: int) -> None:
         """Waits until the other replicas have made room for what is claimed, for a while."""
@@ -139,7 +148,7 @@ class ReplicaMemory:
         if more <= 0:
             return
         try:
-            self.note(self._own.weights, workspace)
+            self.note(workspace=workspace)
         except OSError as error:
             logger.warning("memory cannot be claimed: %s", error)
             return
@@ -187,7 +196,7 @@ class ReplicaMemory:
         """
         weights = max(0, mx.get_active_memory() - (loaded.pool.nbytes if loaded.pool is not None else 0))
         weights += beside_bytes
-        self.note(weights)
+        self.note(weights, 0)
         self._workspace = workspace_of(
             read_json(loaded.folder / "config.json"),
             loaded.spec,
@@ -260,7 +269,7 @@ class ReplicaMemory:
         while not self._withdrawn:
             time.sleep(POLL_S)
             try:
-                self.note(self._own.weights, max(self._workspace, workspace_bytes()))
+                self.note(workspace=max(self._workspace, workspace_bytes()))
                 share = self.share_bytes()
                 self._wired.keep(self._own.weights + (share if self._own.kv else self._own.workspace))
                 resize(share, device_bytes(free=True) + mx.get_cache_memory(), device_bytes())

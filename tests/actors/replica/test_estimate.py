@@ -14,7 +14,7 @@ from satchel.actors.model_files.weights import bytes_in_memory, read_weight_file
 from satchel.actors.pool.needs import weights_bytes
 from satchel.actors.replica.estimate import AGENTS_TOKENS, estimate
 from satchel.actors.replica.loading.models import load
-from satchel.cluster.config.config import Model
+from satchel.cluster.config.config import Drafting, Model
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.models.image_families import write_image_model
 from tests.worlds.models.speech_families import write_speech_model
@@ -104,3 +104,14 @@ def test_a_model_of_speech_has_no_kv_to_estimate_and_its_weights_count(tmp_path:
     with pytest.raises(ModelLoadError, match="is a model of speech: it keeps no KV"):
         estimate("tiny", folder)
     assert 0 < weights_bytes(Model(name="m", source=str(folder))) < (folder / "model.safetensors").stat().st_size
+
+
+def test_a_drafting_model_counts_too_unless_it_is_damaged(tmp_path: Path):
+    """Then its replica serves the model without it."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    alone, twice, damaged = (
+        weights_bytes(Model(name="m", source="embedded:recall", drafts=drafts))
+        for drafts in ("off", Drafting("embedded:recall"), Drafting(str(tmp_path)))
+    )
+    assert damaged == alone == twice // 2 > 0

@@ -198,11 +198,11 @@ def test_off_is_what_yaml_takes_for_false(written: str, means: str, tmp_path: Pa
 def test_a_drafting_model_is_a_source_or_another_model_of_the_config() -> None:
     """As a source, because a replica knows its own model only."""
     models = [
-        {"name": "large", "source": "l", "drafts": {"model": "small"}},
+        {"name": "large", "source": "l", "drafts": {"model": "small", "exact": True}},
         {"name": "small", "source": "owner/small", "drafts": {"model": "owner/tiny"}},
     ]
     assert [model.drafts for model in parse_config({"models": models}).models] == [
-        Drafting("owner/small"),
+        Drafting("owner/small", exact=True),
         Drafting("owner/tiny"),
     ]
     for wrong in ({"model": ""}, {"small": "a"}, {}):

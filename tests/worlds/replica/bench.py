@@ -98,6 +98,7 @@ class Bench:
         memory_bytes_max: int = 2**32,
         disk: DiskTier | None = None,
         drafts: bool = False,
+        exact_drafts: bool = False,
         draft_model: DraftModel | None = None,
         **scheduling: int,
     ) -> None:
@@ -106,7 +107,11 @@ class Bench:
         kv_bytes = 100_000 * spec.bytes_per_token + 2 * sequences * spec.bytes_per_sequence
         chosen: dict[str, Any] = {"sequences_max": sequences, "kv_bytes_max": kv_bytes, **scheduling}
         settings = Scheduling(**chosen)
-        drafting: dict[str, Any] = {"drafts": drafts or draft_model is not None, "draft_model": draft_model}
+        drafting: dict[str, Any] = {
+            "drafts": drafts or exact_drafts or draft_model is not None,
+            "exact_drafts": exact_drafts,
+            "draft_model": draft_model,
+        }
         self.engine = Engine(loaded, settings, memory_bytes_max, self._take, disk, **drafting)
         if kv_tokens_max is not None:
             # Open blocks, which are large in these models, cost nothing then.

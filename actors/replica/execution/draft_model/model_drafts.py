@@ -55,7 +55,7 @@ class DraftModel:
         name: what it was loaded from.
         known: ids below it are the same tokens for the model that it drafts for.
         kv: of no sequence, for its layers.
-        kv_bytes: the most that its KV takes.
+        kv_bytes: the most that its KV takes, for a head with what it drafts from.
         pieces, token_s: its first times, as for `ModelPace`.
         outputs: the layers of the other model from whose outputs it drafts; None for a whole model, to which tokens
             are enough.

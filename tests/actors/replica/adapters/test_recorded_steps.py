@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from satchel.actors.model_files.checkpoints import load_checkpoint
+from satchel.actors.replica.drafting.pace import DraftPace
+from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kernels import gpu_kernels
 from satchel.actors.replica.loading import models
@@ -84,6 +86,33 @@ def test_drafts_in_recorded_steps_have_their_sequences_adapters(loaded: LoadedMo
         bench.engine.executor.batched_prefill = True
         assert said(bench) == expected
     assert bench.engine.executor.drafts.right > 20
+
+
+def test_exact_drafts_are_where_a_test_has_found_the_same_bits(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    """In steps of no more tokens than it has found, and beside no adapter: these it has not tried. Each draft pays."""
+    names, lengths, computed, adapters = ("",) * 4, DraftPace.lengths, list[int](), set[int]()
+    compute = BatchExecutor.compute_ahead
+
+    def noting(executor: BatchExecutor, tokens: Sequence[Sequence[int]]) -> mx.array:
+        adapters.update(each.adapter for each in executor._sequences)
+        computed.append(sum(map(len, tokens)))
+        return compute(executor, tokens)
+
+    monkeypatch.setattr(BatchExecutor, "compute_ahead", noting)
+    expected = said(Bench(loaded), names)
+    alike = replace(loaded, way=replace(loaded.way, alike=8))
+    with oracle([prompt + tokens for prompt, tokens in zip(prompts(), expected, strict=True)]):
+        for name, value in (("lengths", lengths), ("is_timed", lambda *_: True), ("single_s", lambda *_: 1.0)):
+            monkeypatch.setattr(DraftPace, name, value)
+        monkeypatch.setattr(DraftPace, "_known", lambda *_: 1.0)
+        bench = Bench(alike, exact_drafts=True)
+        bench.engine.executor.batched_prefill = True
+        assert said(bench, names) == expected
+        assert max(computed) == 8
+        bench.sequences.clear()
+        said(bench)
+    assert adapters == {0}
+    assert not Bench(replace(loaded, way=replace(loaded.way, alike=0)), exact_drafts=True).engine.executor.drafts.wanted
 
 
 def test_a_recorded_graph_takes_other_numbers(loaded: LoadedModel):

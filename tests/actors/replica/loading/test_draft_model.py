@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from satchel.actors.model_files.text.vocabularies import difference
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import draft_model, models
 from satchel.actors.replica.loading.draft_model import load_draft_model
+from satchel.actors.replica.proving.pieces import Pieces
 from satchel.cluster.errors import ModelLoadError, NoRoom
 from tests.worlds.models.families import write_model
 
@@ -91,3 +93,29 @@ def test_a_smaller_vocabulary_is_all_that_it_drafts(loaded: LoadedModel, tmp_pat
     )
     assert made.known == 2000 < loaded.vocabulary_size
     assert made.kv_bytes == 2 * 2 * 2 * 32 * 4 * 1024 * 17
+
+
+def test_where_it_could_change_bits_it_does_not_draft_if_it_must_be_exact(loaded: LoadedModel, tmp_path: Path):
+    """Nor does a head: no load tests what it changes."""
+
+    def refused(folder: Path, alike: int) -> str:
+        way = replace(loaded.way, alike=alike)
+        with pytest.raises(ModelLoadError, match="drafts must be exact") as caught:
+            load_draft_model(str(folder), replace(loaded, way=way), progress=lambda *_: None, exact=True)
+        return caught.value.message
+
+    assert "could change bits" in refused(loaded.folder, 0)
+    folder = write_model(tmp_path, "llama")
+    (folder / "config.json").write_text('{"model_type": "eagle3"}')
+    assert "heads" in refused(folder, 32)
+
+
+def test_requests_are_served_while_it_is_downloaded(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    served = threading.Event()
+
+    def download(source: str, progress: object) -> Path:
+        assert served.wait(10)
+        return loaded.folder
+
+    monkeypatch.setattr(draft_model, "resolve", download)
+    load_draft_model("owner/small", loaded, progress=lambda *_: None, pieces=Pieces(served.set))

@@ -127,6 +127,44 @@ def test_a_model_waits_until_others_have_made_room(tmp_path: Path, monkeypatch: 
     assert len(slept) == 1 and first.share_bytes() == (8 - 4) * GIB // 2
 
 
+def test_a_second_model_waits_for_its_own_room_and_leaves_the_first_its_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if another one was loaded at the same moment."""
+    slept: list[float] = []
+    monkeypatch.setattr(replica_memory, "device_bytes", lambda **how: GIB)
+    monkeypatch.setattr(replica_memory, "time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic))
+    first = replica(tmp_path, "m-0")
+    replica(tmp_path, "n-0")
+    first.note(4 * GIB, GIB // 4)
+    first.make_way_beside(GIB)
+    assert (first.claimed_bytes, first.workspace_bytes) == (5 * GIB + GIB // 4, GIB // 4) and not slept
+    fits = iter([True, False])
+    monkeypatch.setattr(first, "_fits", lambda claim: next(fits))
+    with pytest.raises(NoRoom):
+        first.make_way_beside(GIB)
+    assert first.claimed_bytes == 5 * GIB + GIB // 4
+
+
+def test_what_is_claimed_while_memory_is_watched_stays_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = replica(tmp_path, "m-0")
+
+    class Enough(Exception):
+        pass
+
+    def meanwhile() -> int:
+        memory.note(2 * GIB)
+        return GIB
+
+    def resize(*_: int) -> None:
+        raise Enough
+
+    monkeypatch.setattr(replica_memory, "POLL_S", 0.0)
+    with pytest.raises(Enough):
+        memory.watch(meanwhile, resize)
+    assert memory.claimed_bytes == 3 * GIB
+
+
 def test_a_model_that_leaves_no_memory_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_tiny(tmp_path / "model")
     # This process has other models too.

@@ -97,7 +97,7 @@ def test_recorded_steps_of_the_model_draft_the_same(
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("right", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sequences_that_come_and_go_say_the_same(
     loaded: LoadedModel,
     asked: Asked,
@@ -125,6 +125,16 @@ def test_sequences_that_come_and_go_say_the_same(
     drafts = bench.engine.executor.drafts
     assert drafts.drafted_by_model > 50
     assert not right or drafts.right_by_model > 20
+
+
+def test_a_model_that_is_wrong_changes_nothing(
+    loaded: LoadedModel, asked: Asked, alone: list[Received], stranger: DraftModel
+):
+    with eager(2):
+        bench = Bench(loaded, draft_model=stranger)
+        assert same(bench.run("one", asked[1][0], **asked[1][1]), alone[1])
+    drafts = bench.engine.executor.drafts
+    assert drafts.drafted_by_model > 20 > drafts.right_by_model
 
 
 def test_a_model_that_fails_drafts_no_more(

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from satchel.actors.replica.drafting.pace import MEASURED_LEAST, TOKENS_MOST
 from satchel.actors.replica.execution.draft_model.model_drafts import DraftModel
 from satchel.actors.replica.execution.drafts import Checked, Drafts
 from satchel.actors.replica.execution.sequence_states import ExecutorSequence
@@ -110,10 +111,10 @@ def answer(device: Device, drafts: Drafts, prompt_tokens: int, tokens: int, seed
     return device.now_s - began
 
 
-def drafting(device: Device) -> Drafts:
+def drafting(device: Device, tokens_most: int = TOKENS_MOST) -> Drafts:
     kv: Any = FakeKV(device)
     model = DraftModel("small", VOCABULARY, kv, 0, {16: 16 * device.prompt_s}, device.drafted_s)
-    return Drafts(VOCABULARY, lambda: device.now_s, wanted=True, model=model)
+    return Drafts(VOCABULARY, lambda: device.now_s, wanted=True, model=model, tokens_most=tokens_most)
 
 
 GAINS = {
@@ -154,3 +155,20 @@ def test_a_short_answer_is_not_worth_its_prompt():
     seconds = answer(device, drafts, 4000, 12, seed=1)
     assert drafts.model is not None and not drafts.model.followed
     assert seconds < 12 * device.step_s
+
+
+def test_a_trial_has_no_more_tokens_than_other_steps(monkeypatch: pytest.MonkeyPatch):
+    """Those have the same bits up to so many tokens."""
+    device = Device(0.009, 0.001, 0.00001, 0.00001, right=0.01)
+    drafts, count = drafting(device, tokens_most=16), 7
+    sequences = [ExecutorSequence(str(at), 8, tokens=[*range(9)], tokens_max=100) for at in range(count)]
+    for sequence in sequences:
+        drafts.join(sequence)
+    model: Any = drafts.model
+    model.pace.credit_s = 1.0
+    model.is_ready = lambda sequence: True
+    monkeypatch.setattr(model.pace, "share", lambda own=None: 0.01)
+    for _ in range(MEASURED_LEAST):
+        drafts.pace.note(count, count, device.step_s)
+    plan = drafts._plan(sequences, ragged=True)
+    assert plan.is_trial and count < count + sum(plan.lengths) <= 16
