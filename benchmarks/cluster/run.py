@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import kept, machine, parts
+from ..options import names_among
 from ..programs import RESULTS
 from .arriving import arriving
 from .beside import beside
@@ -48,14 +49,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError("numbers are positive")
         return found
 
-    def names(text: str) -> list[str]:
-        chosen = [name.strip() for name in text.split(",") if name.strip()]
-        if unknown := [name for name in chosen if name not in PARTS]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(PARTS)}")
-        return chosen
-
     add = parser.add_argument
-    add("--parts", type=names, default=list(PARTS), help=", ".join(PARTS))
+    add("--parts", type=names_among(PARTS), default=list(PARTS), help=", ".join(PARTS))
     add("--rounds", type=count, default=3, help="of each part but recovering")
     add("--kills", type=count, default=5, help="of each kind, for recovering")
     add("--budget-s", type=float, default=1800.0, help="after this many seconds nothing is begun")

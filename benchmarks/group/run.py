@@ -22,6 +22,7 @@ import numpy as np
 from tests.system.hosts import hosts
 
 from .. import kept, machine, parts
+from ..options import names_among
 from ..parts import Budget, ResultTable, median
 from ..programs import RESULTS
 from ..serve.folders import write_folder
@@ -50,14 +51,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError("numbers are positive")
         return found
 
-    def names(text: str) -> list[str]:
-        chosen = [name.strip() for name in text.split(",") if name.strip()]
-        if unknown := [name for name in chosen if name not in PARTS]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(PARTS)}")
-        return chosen
-
     add = parser.add_argument
-    add("--parts", type=names, default=list(PARTS), help=", ".join(PARTS))
+    add("--parts", type=names_among(PARTS), default=list(PARTS), help=", ".join(PARTS))
     add("--rows", type=counts, default=[1, 4, 16], help="sequences that decode")
     add("--steps", type=int, default=60, help="decode steps of a measurement")
     add("--prompts", type=counts, default=[4000, 16000], help="tokens of the prompts of prefill")

@@ -27,6 +27,7 @@ from satchel.cluster.environment import default_home, mlx_settings
 
 from .. import kept, machine, parts
 from ..cluster.worker import Worker
+from ..options import names_among
 from ..parts import Budget, ResultTable, median
 from ..programs import RESULTS, program
 from ..serve.shapes import SHAPES
@@ -48,14 +49,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     def counts(text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
 
-    def names(text: str) -> list[str]:
-        chosen = [name.strip() for name in text.split(",") if name.strip()]
-        if unknown := [name for name in chosen if name not in PARTS]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(PARTS)}")
-        return chosen
-
     add = parser.add_argument
-    add("--parts", type=names, default=list(PARTS), help=", ".join(PARTS))
+    add("--parts", type=names_among(PARTS), default=list(PARTS), help=", ".join(PARTS))
     add("--model", default="qwen3-8b-4bit", choices=[name for name, shape in SHAPES.items() if shape])
     add("--rows", type=counts, default=[1, 16, 32], help="sequences that decode")
     add("--tokens", type=int, default=1500, help="tokens of their prompts")

@@ -26,6 +26,7 @@ from typing import Any
 
 from .. import machine
 from ..energy import EnergySpent
+from ..options import names_among
 from ..programs import RESULTS, ROOT, program
 from . import report
 from .agents import LOADS, AgentMeasures, growing, measured, recorded
@@ -285,15 +286,6 @@ def sessions(
 
 def read_options() -> tuple[RunOptions, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-
-    def names_among(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-        def read(text: str) -> list[str]:
-            chosen = [name.strip() for name in text.split(",") if name.strip()]
-            if unknown := [name for name in chosen if name not in known]:
-                raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(known)}")
-            return chosen
-
-        return read
 
     def counts(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -249,6 +250,18 @@ class Bench:
         self.engine.prefixes.check()
         self.engine.executor.check()
         return busy
+
+    def submit_between_turns(self, asked: Sequence[tuple[list[int], dict[str, Any]]], rng: random.Random) -> None:
+        """Submits prompts, with how each is drawn, in any order and with some turns in between, and drains. Each
+        sequence is called by its number."""
+        order = list(range(len(asked)))
+        rng.shuffle(order)
+        for index in order:
+            prompt, how = asked[index]
+            self.submit(str(index), prompt, **how)
+            for _ in range(rng.randrange(4)):
+                self.turn()
+        self.drain()
 
     def drain(self) -> None:
         """Turn until nothing is left to do."""

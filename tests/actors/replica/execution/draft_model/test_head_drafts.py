@@ -63,13 +63,7 @@ def test_sequences_that_come_and_go_say_the_same(
         patch.setattr(head_drafts, "ROOM", 60)
         bench = Bench(deep, draft_model=head, kv_tokens_max=1500)
         bench.engine.executor.batched_prefill = True
-        order = list(range(len(asked)))
-        rng.shuffle(order)
-        for index in order:
-            bench.submit(str(index), asked[index][0], **asked[index][1])
-            for _ in range(rng.randrange(4)):
-                bench.turn()
-        bench.drain()
+        bench.submit_between_turns(asked, rng)
     for index, expected in enumerate(alone):
         assert same(bench.sequences[str(index)], expected), asked[index][1]
     assert bench.engine.executor.drafts.drafted_by_model > 30

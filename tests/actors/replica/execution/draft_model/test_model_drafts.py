@@ -113,13 +113,7 @@ def test_sequences_that_come_and_go_say_the_same(
         patch.setattr(model_drafts, "ROOM", 80)
         patch.setattr(model_drafts, "KEPT", 30)
         bench = together(loaded, itself if right else stranger, kv_tokens_max=1500)
-        order = list(range(len(asked)))
-        rng.shuffle(order)
-        for index in order:
-            bench.submit(str(index), asked[index][0], **asked[index][1])
-            for _ in range(rng.randrange(4)):
-                bench.turn()
-        bench.drain()
+        bench.submit_between_turns(asked, rng)
     for index, expected in enumerate(alone):
         assert same(bench.sequences[str(index)], expected), asked[index][1]
     drafts = bench.engine.executor.drafts
