@@ -101,10 +101,11 @@ def test_exact_drafts_are_where_a_test_has_found_the_same_bits(loaded: LoadedMod
     monkeypatch.setattr(BatchExecutor, "compute_ahead", noting)
     expected = said(Bench(loaded), names)
     alike = replace(loaded, way=replace(loaded.way, alike=8))
-    with oracle([prompt + tokens for prompt, tokens in zip(prompts(), expected, strict=True)]):
+    scripts = [prompt + tokens for prompt, tokens in zip(prompts(), expected, strict=True)]
+    with oracle(scripts), pytest.MonkeyPatch.context() as patch:
         for name, value in (("lengths", lengths), ("is_timed", lambda *_: True), ("single_s", lambda *_: 1.0)):
-            monkeypatch.setattr(DraftPace, name, value)
-        monkeypatch.setattr(DraftPace, "_known", lambda *_: 1.0)
+            patch.setattr(DraftPace, name, value)
+        patch.setattr(DraftPace, "_known", lambda *_: 1.0)
         bench = Bench(alike, exact_drafts=True)
         bench.engine.executor.batched_prefill = True
         assert said(bench, names) == expected
