@@ -19,10 +19,11 @@ from tests.worlds.replica.bench import Bench
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Iterator[Path]:
     """A model on a device that has kernels and tensor cores."""
-    with fake_kernels.kernels():
-        monkeypatch.setattr(decode_kernel, "has_tensor_cores", lambda: True)
+    # Not with `monkeypatch`, which would outlast the kernels, and with it what tests patch.
+    with fake_kernels.kernels(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_kernel, "has_tensor_cores", lambda: True)
         yield write_model(tmp_path / "model", "llama")
     decode_kernel.use_tensor_cores(False)
 
