@@ -20,7 +20,8 @@ from ...cluster.incidents import note_incident
 from ...cluster.telemetry.process import begin_telemetry
 from ..protocol.names import store_actor_name
 from ..protocol.store_client import StoreClient
-from ..rpc.shell import Shell, shell
+from ..rpc.local import LocalAddress, LocalServer
+from ..rpc.shell import Shell, answers, shell
 from ..rpc.spec import Method
 from ..supervision.watchdog import Watchdog
 from .disk.disk_check import DiskProbe
@@ -34,6 +35,13 @@ R = TypeVar("R")
 STUCK_S = 600.0
 """How long one call in the store's threads may take while the disk answers. If the disk does not, it may take
 longer."""
+
+
+NEAR = ("recall", "begin", "renew", "commit", "abandon")
+"""Methods that processes of its machine call without Ray, for each turn of an agent ..."""
+
+NEAR_DISK = ("disk_session", "disk_commit", "disk_touch", "disk_find", "disk_read")
+"""... and of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class KVStoreActor:
         memory = open_memory(config, given.folder if given else default_home().kv)
         peers = given.peers if given else RayPeers(node.name, config.timing)
         self.services = StoreServices(config, node, memory, peers, given.cluster_key if given else cluster_key())
+        self._near = LocalServer(self, *NEAR, *NEAR_DISK)
         self.services.share_blocks()
         if given is None:
             self._watch(node.name, default_home().kv, config.timing.heartbeat_s)
@@ -88,6 +97,10 @@ class KVStoreActor:
         watch("agents", self.services.memory.work.thread)
         watch("disk", self.services.memory.disk.threads)
         self._watchdog.start()
+
+    @answers(StoreClient.local_address)
+    async def local_address(self) -> LocalAddress:
+        return await self._near.address()
 
     # Turns.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...cluster.config.timing import Timing
 from ..rpc.client import ActorRef
+from ..rpc.local import LocalAddress
 from ..rpc.spec import Client, method
 from .entries import Failure, SegmentRecord
 from .names import store_actor_name
@@ -49,13 +50,26 @@ class StoreClient(Client):
         node: the store's node.
         handle: its actor's, if known.
         unanswered: called if no answer comes.
+        kind: how it is called if it is on this machine: by Ray too, or without it, by an event loop (`NearActor`) or by
+            threads (`NearActorOfThreads`).
     """
 
     def __init__(
-        self, node: str, timing: Timing, handle: Any = None, unanswered: Callable[[], object] | None = None
+        self,
+        node: str,
+        timing: Timing,
+        handle: Any = None,
+        unanswered: Callable[[], object] | None = None,
+        *,
+        kind: type[ActorRef] = ActorRef,
     ) -> None:
         silent = f"the store of node {node} does not answer now"
-        super().__init__(ActorRef(store_actor_name(node), silent, handle=handle, on_no_answer=unanswered), timing)
+        super().__init__(kind(store_actor_name(node), silent, handle=handle, on_no_answer=unanswered), timing)
+
+    @method()
+    def local_address(self) -> LocalAddress:
+        """As `ReplicaClient.local_address`."""
+        ...
 
     # Turns.
 

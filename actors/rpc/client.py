@@ -76,7 +76,15 @@ class ActorRef:
         return Call(self, send, read, timeout_s, large=large)
 
     def find(self) -> Any:
-        """Returns the handle. Call it in a thread: if unknown, the control store is asked.
+        """Returns what a thread makes calls on. Raises as `find_handle`."""
+        return self.find_handle()
+
+    async def find_aside(self) -> Any:
+        """As `find`, for an event loop."""
+        return self._handle if self._handle is not None else await asyncio.to_thread(self.find_handle)
+
+    def find_handle(self) -> Any:
+        """Returns Ray's handle. Call it in a thread: if unknown, the control store is asked.
 
         Raises:
             ValueError: there is no such actor.
@@ -86,9 +94,9 @@ class ActorRef:
             handle = self._handle = actor_handle(self.name)
         return handle
 
-    async def find_aside(self) -> Any:
-        """As `find`, for an event loop."""
-        return self._handle if self._handle is not None else await asyncio.to_thread(self.find)
+    def look_up_again(self) -> None:
+        """Drops the handle: the next call through Ray looks the actor up."""
+        self._handle = None
 
     def close(self) -> None:
         """Gives up what it keeps open, if anything."""

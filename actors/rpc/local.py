@@ -1,4 +1,4 @@
-"""Calls between the event loops of one machine over a socket, without Ray.
+"""Calls between processes of one machine over a socket, without Ray; `local_threads.py` has those of threads.
 
 A call through Ray takes several threads of both processes. Here it is a message in each direction on a connection to
 127.0.0.1. Arguments and answers have the same bytes. A connection begins with the server's secret, which an actor tells
@@ -189,6 +189,7 @@ class LocalConnection(Messages):
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._ahead: dict[int, AskedAhead] = {}
         self._number = 0
+        self._loop = asyncio.get_running_loop()
         self.lost = False
 
     @classmethod
@@ -201,6 +202,11 @@ class LocalConnection(Messages):
         connection.send(0, at.secret)
         return connection
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread of its event loop."""
+        return asyncio._get_running_loop() is self._loop
+
     def ask(self, method: str, call: bytes) -> asyncio.Future[bytes]:
         """Sends a call. Its answer is dropped if nobody waits for it any more.
 
@@ -212,6 +218,15 @@ class LocalConnection(Messages):
         waiting.add_done_callback(lambda _: self._waiting.pop(number, None))
         self.call(number, method, call)
         return waiting
+
+    def ask_aside(self, method: str, call: bytes) -> asyncio.Future[bytes]:
+        """As `ask`, for a call that is made in another thread. The answer, or what `ask` raises, is the event loop's to
+        await."""
+
+        async def asked() -> bytes:
+            return await self.ask(method, call)
+
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked(), self._loop), loop=self._loop)
 
     def call(self, number: int, method: str, call: bytes) -> None:
         """Sends a call with that number. Raises as `ask`."""
@@ -371,4 +386,6 @@ class _Method:
         self._connection, self._name = connection, name
 
     def remote(self, call: bytes) -> asyncio.Future[bytes]:
-        return self._connection.ask(self._name, call)
+        # Large calls are made in another thread, which encodes them.
+        connection = self._connection
+        return connection.ask(self._name, call) if connection.is_here else connection.ask_aside(self._name, call)

@@ -9,14 +9,14 @@ import struct
 import threading
 from typing import cast
 
-_HEAD = struct.Struct(">II")
+HEAD = struct.Struct(">II")
 """The length of a message's body, and the number of its call."""
 
 
 def framed(number: int, *parts: bytes) -> bytes:
     """Returns a message as it is on the connection."""
     body = b"".join(parts)
-    return _HEAD.pack(len(body), number) + body
+    return HEAD.pack(len(body), number) + body
 
 
 class Messages(asyncio.Protocol):
@@ -38,15 +38,15 @@ class Messages(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._came += data
-        while len(self._came) >= _HEAD.size:
-            length, number = _HEAD.unpack_from(self._came)
+        while len(self._came) >= HEAD.size:
+            length, number = HEAD.unpack_from(self._came)
             if length > self.bytes_max:
                 self.abort()
                 return
-            ends = _HEAD.size + length
+            ends = HEAD.size + length
             if len(self._came) < ends:
                 return
-            body = bytes(memoryview(self._came)[_HEAD.size : ends])
+            body = bytes(memoryview(self._came)[HEAD.size : ends])
             del self._came[:ends]
             self.take(number, body)
 

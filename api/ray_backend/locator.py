@@ -20,6 +20,7 @@ from ...actors.protocol.clients import RouterClient
 from ...actors.protocol.router_messages import AgentPlace
 from ...actors.protocol.store_client import StoreClient
 from ...actors.rpc.client import Call
+from ...actors.rpc.local import NearActor
 from ...cluster.config.config import Config
 from ...cluster.config.nodes import Node
 from ...cluster.config.timing import Timing
@@ -201,11 +202,11 @@ class AgentLocator:
         timeout_s = self._answer_s if timeout_s is None else timeout_s
         store = self._stores.get(node)
         if store is None:
-            store = self._stores[node] = StoreClient(node, self._timing)
+            store = self._stores[node] = StoreClient(node, self._timing, kind=NearActor)
         try:
             return await self._while_alive(node, question(store).within(timeout_s), timeout_s)
         except (NoAnswer, TimeoutError) as error:
-            self._stores.pop(node, None)
+            store.actor.look_up_again()
             if not isinstance(error, ActorSilent | TimeoutError):
                 await self.check(node)
             message = f"the store of agents' memory on {node} does not answer now"

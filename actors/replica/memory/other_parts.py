@@ -32,6 +32,7 @@ from ...protocol.clients import RouterClient
 from ...protocol.entries import ENTRIES_MAX, Entry, Failure, Location, pack_tokens, unpack_tokens
 from ...protocol.store_client import StoreClient
 from ...protocol.store_messages import FoundKV, PullKV
+from ...rpc.local_threads import NearActorOfThreads
 from ..execution.loaded_model import LoadedModel
 from ..kv.caches import LayerKind, LayerSpec, ModelCacheSpec
 from . import slab_codec
@@ -357,7 +358,7 @@ def disk_tier_of(
         node: the process's.
         nodes: as for `OtherParts.of`.
     """
-    store = StoreClient(node, timing)
+    store = StoreClient(node, timing, kind=NearActorOfThreads)
     disk = kind(loaded.spec, loaded.model_id, store, scheduling.unwritten_bytes_max, timing)
     disk.others = OtherParts.of(loaded, store, node, nodes, timing)
     return disk

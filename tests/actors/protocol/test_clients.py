@@ -178,6 +178,7 @@ OF_REPLICA: list[Case] = [
 ]
 RECALLED = Recalled(9, [BranchMemory(HEAD, CONTENT), BranchMemory(HEAD, None)], True)
 OF_STORE: list[Case] = [
+    (store_of.local_address(), "local_address", [], LocalAddress("n", 7, b"s", ["recall"])),
     (
         store_of.recall("t/a", b"w", MappingProxyType({3: 7}), {"t": None}),
         "recall",

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.replica_messages import SequenceUpdate
+from satchel.actors.protocol.replica_messages import GenerateRequest, Sampling, SequenceUpdate
 from satchel.actors.rpc import client as calls
 from satchel.actors.rpc import local
 from satchel.actors.rpc.codec import encode_call
@@ -40,6 +40,10 @@ class Replica:
     @answers(ReplicaClient.go_on)
     async def go_on(self, request_ids: Sequence[str]) -> None:
         self.asked.append(-len(request_ids))
+
+    @answers(ReplicaClient.prepare)
+    async def prepare(self, request: GenerateRequest) -> None:
+        self.asked.append(len(request.prompt))
 
     @answers(ReplicaClient.local_address)
     async def local_address(self) -> LocalAddress:
@@ -92,6 +96,19 @@ async def test_calls_take_the_short_way_and_the_other_methods_rays(replica: Repl
     await client.go_on(["a"])
     assert ray.called == ["go_on", "local_address", "go_on"]
     assert replica.asked == [0, 3, 300_000, -1]
+
+
+async def test_large_calls_take_it_too(replica: Replica, ray: ByRay):
+    """They are made in another thread."""
+    replica.server = LocalServer(replica, "prepare")
+    client = await near()
+    request = GenerateRequest("r", "c", "m", "", list(range(300_000)), [], b"", Sampling())
+    await asyncio.gather(client.prepare(request), client.prepare(request))
+    assert replica.asked == [0, 300_000, 300_000] and "prepare" not in ray.called
+    client.actor._connection.abort()  # type: ignore[attr-defined]
+    handle = client.actor._near  # type: ignore[attr-defined]
+    with pytest.raises(ConnectionError):
+        await (await asyncio.to_thread(handle.prepare.remote, b""))
 
 
 def test_it_works_on_the_event_loop_of_rays_actors(replica: Replica):
