@@ -83,7 +83,8 @@ class PrefillLoop:
             self._memory.pin(sequence, hot)
             self._scheduler.await_restore(request_id, hot)
             sequence.span.restore()
-            self._restores.begin(sequence, hot, self.pace.tokens_per_s)
+            alone = self._scheduler.running == 1 and not self._scheduler.waiting
+            self._restores.begin(sequence, hot, self.pace.tokens_per_s, alone=alone)
         else:
             self._open(request_id)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache, partial
+from math import inf
 from pathlib import Path
 
 from ...kv_store.disk.segment_reader import EntryReader, Run
+from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import TOKEN_BYTES, Failure, Location
 from ..device.device import on_gpu
 from ..kv.caches import ModelCacheSpec, PooledBlock, Records, Slab
@@ -28,8 +31,51 @@ GPU_THREADS = 4
 """A GPU copies a run with one kernel per layer, so runs are larger. CUDA moves the pages of memory that host and GPU
 share, which slows down the threads that write there, so more threads read."""
 
+RATE_WEIGHT = 0.3
+"""Weight of a new measurement in the smoothed read rate."""
+
+RATE_LASTS_S = 60.0
+"""After so long without a read nobody knows how fast the disk is: what made it slow may be over."""
+
+SLOW, SLOW_S = 1.5, 0.05
+"""KV is computed again if reading it would take so many times as long, and so many seconds longer. Computing takes
+longer than its rate says if there is much before it."""
+
 Adopt = Callable[[Records], Future[list[PooledBlock]]]
 """Puts blocks into the pool, on the thread that may."""
+
+
+class ReadRate:
+    """How fast a disk gives KV back.
+
+    Attributes:
+        bytes_per_s: smoothed; 0 before the first read.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0
+        self._noted_at = -inf
+
+    def note(self, nbytes: int, seconds: float) -> None:
+        """Notes a read, unless it was empty."""
+        if nbytes:
+            rate = nbytes / max(seconds, 1e-6)
+            self.bytes_per_s += (RATE_WEIGHT if self.bytes_per_s else 1.0) * (rate - self.bytes_per_s)
+            self._noted_at = time.monotonic()
+
+    def seconds(self, nbytes: int) -> float:
+        """Returns how long reading so many bytes takes; 0 if that is not known."""
+        known = self.bytes_per_s and time.monotonic() - self._noted_at < RATE_LASTS_S
+        return nbytes / self.bytes_per_s if known else 0.0
+
+
+def is_slow(read_s: float, blocks: int, tokens_per_s: float) -> bool:
+    """Whether computing blocks again takes clearly less time than `read_s`, the time to read them.
+
+    Args:
+        tokens_per_s: how fast they are computed; 0 if they should not be.
+    """
+    return tokens_per_s > 0 and read_s > SLOW * blocks * BLOCK_TOKENS / tokens_per_s + SLOW_S
 
 
 def read_slabs(

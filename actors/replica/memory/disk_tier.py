@@ -41,7 +41,7 @@ from ...protocol.store_client import StoreClient
 from ...protocol.store_messages import FoundKV, Limits, PullKV
 from ..kv.caches import ModelCacheSpec, Record, Slab
 from . import slab_codec
-from .disk_reading import Adopt, read_blocks, read_slabs
+from .disk_reading import Adopt, ReadRate, is_slow, read_blocks, read_slabs
 from .following import follow
 from .sequence_memory import Found, Piece, Restored, Unsaved, kept_of
 
@@ -63,9 +63,6 @@ TAILS_MAX = 2
 TAILS_ASKED = 16
 """How many tails the store is asked for if layers are recurrent: these need tails that the prompt has entirely."""
 
-RATE_WEIGHT = 0.3
-"""Weight of a new measurement in the smoothed read rate."""
-
 
 @dataclass(frozen=True)
 class Written:
@@ -80,7 +77,8 @@ class Written:
 class Prompt:
     """A prompt whose KV may be read back: `tokens` after `root`, and the `ids` of their whole blocks. `scope` says who
     shares it, as in `block_ids.root_id`; "" if that is not known. `adapter` is its adapter's digest, b"" for none, and
-    `limits` what the tenant may have on disk."""
+    `limits` what the tenant may have on disk. `tokens_per_s` is how fast it could be computed instead without delaying
+    anybody; 0 if it could not."""
 
     request_id: str
     owner: str
@@ -90,6 +88,7 @@ class Prompt:
     scope: str = ""
     adapter: bytes = b""
     limits: Limits = field(default_factory=dict)
+    tokens_per_s: float = 0.0
 
     @property
     def wanted(self) -> Sequence[bytes]:
@@ -198,7 +197,7 @@ class DiskTier:
     ) -> None:
         self.counters = DiskCounters()
         self.others: Brings | None = None
-        self.restore_bytes_per_s = 0.0
+        self._rate = ReadRate()
         self.saved: OrderedDict[bytes, None] = OrderedDict()
         self._spec = spec
         self._model = model_id
@@ -217,6 +216,11 @@ class DiskTier:
         arguments = self._queue, weakref.WeakMethod(self._open_early), weakref.WeakMethod(self._write_or_say)
         threading.Thread(target=_write_forever, args=arguments, name="disk", daemon=True).start()
         weakref.finalize(self, self._queue.put, None)
+
+    @property
+    def restore_bytes_per_s(self) -> float:
+        """How fast KV was read back lately; 0 before the first time."""
+        return self._rate.bytes_per_s
 
     @property
     def waiting_bytes(self) -> int:
@@ -362,26 +366,33 @@ class DiskTier:
         failures: list[Failure] = []
         blocks: list[Found] = []
         tails: list[Found] = []
+        used = 0
         try:
             where = found.blocks
             self._forget_saved(ids[hot + len(where) :])
             same = _with_tokens(where, prompt.tokens[hot * BLOCK_TOKENS :])
+            if is_slow(self._rate.seconds(sum(each.nbytes for each in same)), len(same), prompt.tokens_per_s):
+                used = len(same)
+                return None
             started = time.perf_counter()
             blocks = self._read_blocks(session, same, failures, adopt)
-            self._note_rate(sum(kept.nbytes for _, kept in blocks), time.perf_counter() - started)
+            used = len(blocks)
+            self._rate.note(sum(kept.nbytes for _, kept in blocks), time.perf_counter() - started)
             if len(blocks) == len(where):
                 more = hot_tokens - (hot + len(blocks)) * BLOCK_TOKENS
                 ends = [tail.location for tail in found.tails if tail.tokens > more]
                 tails = self._found(ends, self._read(session, ends, failures))
         finally:
-            self._store.disk_read(found.lease, ids[: hot + len(blocks)], prompt.owner, failures).wait()
+            self._store.disk_read(found.lease, ids[: hot + used], prompt.owner, failures).wait()
+            for known in ids[hot : hot + used]:
+                self._note_saved(known)
         self.counters.corrupt_blocks += sum(not failure.missing for failure in failures)
         self.counters.restored_tokens += len(blocks) * BLOCK_TOKENS + max(
             (len(tokens) for tokens, _ in tails), default=0
         )
         parent = ids[hot + len(blocks) - 1] if hot + len(blocks) else prompt.root
-        for known in (*ids[hot : hot + len(blocks)], *(tail_id(parent, tokens) for tokens, _ in tails)):
-            self._note_saved(known)
+        for tokens, _ in tails:
+            self._note_saved(tail_id(parent, tokens))
         return Restored(hot, blocks, tails) if blocks or tails else None
 
     def read(self, parent: bytes, tokens: Sequence[int], owner: str) -> dict[str, mx.array] | None:
@@ -413,13 +424,6 @@ class DiskTier:
             return None
         self.counters.corrupt_blocks += sum(not failure.missing for failure in failures)
         return arrays if arrays and not failures else None
-
-    def _note_rate(self, nbytes: int, seconds: float) -> None:
-        if nbytes:
-            rate = nbytes / max(seconds, 1e-6)
-            self.restore_bytes_per_s += (RATE_WEIGHT if self.restore_bytes_per_s else 1.0) * (
-                rate - self.restore_bytes_per_s
-            )
 
     def _read(self, session: WriterSession, where: Sequence[Location], failures: list[Failure]) -> list[Slab | None]:
         return read_slabs(self._spec, session.root, session.key, where, failures)

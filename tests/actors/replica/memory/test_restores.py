@@ -15,7 +15,7 @@ import pytest
 
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.memory import disk_tier, restores
+from satchel.actors.replica.memory import disk_reading, disk_tier, restores
 from satchel.actors.replica.memory.disk_tier import DiskTier, Prompt, WriteJob, Written
 from satchel.actors.replica.memory.keeping import Keeping
 from satchel.actors.replica.scheduling.limits import Limits
@@ -290,3 +290,29 @@ def test_an_engine_that_nobody_has_any_more_leaves_no_threads(loaded: LoadedMode
     for thread in own:
         thread.join(20)
     assert not any(thread.is_alive() for thread in own)
+
+
+@pytest.mark.parametrize("why", ["alone", "beside another", "long ago", "not by much"])
+def test_what_a_slow_disk_has_is_computed_if_that_is_faster_and_delays_nobody(
+    loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch, why: str
+):
+    """What it has is not written again."""
+    bench, disk = process(loaded, node)
+    prompt = prompt_of(1100)
+    bench.run("before", prompt, agent=AGENT, max_tokens=1)
+    write_down(bench, disk)
+    node.restart()
+    bench, disk = process(loaded, node)
+    bench.run("other", prompt_of(600, seed=9), max_tokens=1)
+    monkeypatch.setattr(disk_reading, "SLOW", 1e9 if why == "not by much" else 1.0)
+    # A byte a second.
+    disk._rate.note(10, 10.0)
+    if why == "long ago":
+        monkeypatch.setattr(disk_reading, "RATE_LASTS_S", 0.0)
+    if why == "beside another":
+        bench.submit("beside", prompt_of(300, seed=8), max_tokens=1)
+    again = bench.run("again", [*prompt, 7], agent=AGENT, max_tokens=1)
+    assert again.cached == (0 if why == "alone" else 1100)
+    bench.drain()
+    write_down(bench, disk)
+    assert disk.counters.written_blocks <= 1, "only a tail is new"
