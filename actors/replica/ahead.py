@@ -30,7 +30,7 @@ def preparing(dtypes: Iterable[str]) -> list[str]:
 
 def main() -> None:
     os.nice(NICE)
-    from .loading import compile_ahead
+    from .loading.warming import compile_ahead
 
     compiling = [compile_ahead.begin_here(dtype) for dtype in sys.argv[1:]]
     from . import serving  # noqa: F401

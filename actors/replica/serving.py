@@ -30,9 +30,10 @@ from .device.device import on_cuda, on_gpu
 from .device.device_errors import DeviceFailed
 from .execution.followers import Followers
 from .execution.loaded_model import LoadedModel
-from .loading import compile_ahead, models
+from .loading import models
 from .loading.draft_model import load_draft_model
-from .loading.warm_up import WarmUp, meet_prompts
+from .loading.warming import compile_ahead
+from .loading.warming.warm_up import WarmUp, meet_prompts
 from .loop.engine import Engine
 from .memory.disk_tier import DiskTier
 from .memory.other_parts import disk_tier_of

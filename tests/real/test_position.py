@@ -21,7 +21,8 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kernels.sealing import FULL_PRECISION, POLICIES
 from satchel.actors.replica.kv.caches import new_pool
 from satchel.actors.replica.kv.paged_cache import Reads
-from satchel.actors.replica.loading import decode_ways, models
+from satchel.actors.replica.loading import models
+from satchel.actors.replica.loading.ways import decode_ways
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from tests.worlds.replica.bench import Bench, Forced, Logits
 from tests.worlds.replica.bench_disk import Node, process, write_down

@@ -1,4 +1,4 @@
-"""How decode steps read sealed blocks. `loading/decode_ways.py` finds out which way is the fastest."""
+"""How decode steps read sealed blocks. `loading/ways/decode_ways.py` finds out which way is the fastest."""
 
 from __future__ import annotations
 

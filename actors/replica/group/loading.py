@@ -37,12 +37,14 @@ from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..kv import attention, soft_caps
 from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
 from ..kv.paged_cache import Reads
-from ..loading import few_rows_check, joined, kernels_ahead
-from ..loading.decode_ways import fastest
+from ..loading import joined
 from ..loading.model_id import computing, files_of, order_of_weights, products_id, refuse_elsewhere
 from ..loading.models import pick_dtype
 from ..loading.prepare import prepare_weights
 from ..loading.quirks import with_windows
+from ..loading.warming import kernels_ahead
+from ..loading.ways import few_rows_check
+from ..loading.ways.decode_ways import fastest
 from ..proving.findings import Findings
 from .division.needs import policy_of
 from .division.opened import Opened, open_lazily

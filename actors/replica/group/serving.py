@@ -21,7 +21,7 @@ from ..device.device import on_gpu
 from ..execution.batch import Batch
 from ..execution.loaded_model import LoadedModel
 from ..kv.caches import ModelCacheSpec
-from ..loading.warm_up import WarmUp
+from ..loading.warming.warm_up import WarmUp
 from ..loop.engine import Engine
 from ..memory.other_parts import disk_tier_of
 from ..memory.replica_memory import ReplicaMemory

@@ -20,7 +20,7 @@ from ....cluster.config.stages import Stage
 from ....cluster.config.timing import Timing
 from ....cluster.environment import cluster_key, default_home
 from ...protocol.group_messages import FoundPart, ReadPart, StageState
-from ..loading import compile_ahead
+from ..loading.warming import compile_ahead
 from ..memory.budget import bearable_bytes
 from ..memory.other_parts import disk_tier_of
 from ..memory.replica_memory import ReplicaMemory

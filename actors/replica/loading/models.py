@@ -48,14 +48,16 @@ from ..kv.paged_cache import Reads
 from ..proving.findings import Findings
 from ..proving.pieces import IN_ONE_PIECE, Pieces
 from . import adapters as by_request
-from . import decode_ways, few_rows_check, joined, kernels_ahead, kv_choice
+from . import joined, kv_choice
 from .adapters import AdapterFiles
-from .kernels_ahead import KernelsAhead
 from .kv_choice import AUTO
 from .model_id import computing, files_of, order_of_weights, products_id, refuse_elsewhere
 from .prepare import prepare_weights
 from .quirks import FlatCaches, fit_masks, masks_are_known, shares_kv, with_windows
-from .warm_up import meet_usual
+from .warming import kernels_ahead
+from .warming.kernels_ahead import KernelsAhead
+from .warming.warm_up import meet_usual
+from .ways import decode_ways, few_rows_check
 
 logger = logging.getLogger(__name__)
 

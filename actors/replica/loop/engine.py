@@ -35,7 +35,7 @@ from ..execution.followers import Followers
 from ..execution.loaded_model import LoadedModel
 from ..execution.media.language_inputs import ImageEmbeddings
 from ..execution.sampling.grammar import Grammars, SequenceGrammar
-from ..loading.warm_up import WarmUp
+from ..loading.warming.warm_up import WarmUp
 from ..memory.disk_tier import DiskTier, Prompt
 from ..memory.embedding_tier import EmbeddingTier
 from ..memory.keeping import Keeping

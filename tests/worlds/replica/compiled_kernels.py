@@ -21,7 +21,8 @@ from satchel.actors.replica.kernels import (
 )
 from satchel.actors.replica.kernels.decode_views import KernelView
 from satchel.actors.replica.kv import attention
-from satchel.actors.replica.loading import decode_ways, kernels_ahead
+from satchel.actors.replica.loading.warming import kernels_ahead
+from satchel.actors.replica.loading.ways import decode_ways
 
 from . import fake_kernels
 

@@ -24,7 +24,7 @@ from satchel.actors.replica.kernels.sealing import Sealed, SealPolicy
 from satchel.actors.replica.kv import attention
 from satchel.actors.replica.kv.paged_cache import heads_of
 from satchel.actors.replica.kv.pool import SlotGroup
-from satchel.actors.replica.loading import decode_ways
+from satchel.actors.replica.loading.ways import decode_ways
 from satchel.actors.replica.memory.slab_codec import to_numpy
 
 

@@ -12,7 +12,8 @@ import mlx.nn as nn
 import pytest
 
 from satchel.actors.replica.kernels import few_rows
-from satchel.actors.replica.loading import decode_ways, few_rows_check, models
+from satchel.actors.replica.loading import models
+from satchel.actors.replica.loading.ways import decode_ways, few_rows_check
 
 from . import fake_kernels
 

@@ -8,7 +8,7 @@ On CUDA products compute the sums (`fused_products.py`), and the model's own nor
 product: there a sum and its norm are one kernel (`sum_norm.py`). On an H200 that kernel took longer than both alone.
 
 If a model adds something else, such as scaled outputs or those of two parts at once, the results differ.
-`loading/decode_ways.py` compares them, and finds out whether a step takes less time.
+`loading/ways/decode_ways.py` compares them, and finds out whether a step takes less time.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv import attention, query_pieces, sequence_view
 from satchel.actors.replica.kv.caches import PooledBlock, Slab
-from satchel.actors.replica.loading import warm_up
+from satchel.actors.replica.loading.warming import warm_up
 from satchel.actors.replica.loop import engine
 from satchel.actors.replica.memory.slab_codec import Layout, to_parts
 from tests.worlds.replica.bench import Bench, load_tiny

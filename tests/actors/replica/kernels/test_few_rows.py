@@ -16,8 +16,9 @@ from mlx_lm.models.activations import swiglu
 
 from satchel.actors.replica.device.device import on_cuda
 from satchel.actors.replica.kernels import few_rows
-from satchel.actors.replica.loading import few_rows_check, joined, prepare
+from satchel.actors.replica.loading import joined, prepare
 from satchel.actors.replica.loading.model_id import products_id
+from satchel.actors.replica.loading.ways import few_rows_check
 from satchel.actors.replica.proving.findings import Findings
 from tests.worlds.kernels import cuda_on_cpu, emulator
 

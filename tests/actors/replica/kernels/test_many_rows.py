@@ -10,7 +10,8 @@ import mlx.nn as nn
 import pytest
 
 from satchel.actors.replica.kernels import few_rows, many_rows
-from satchel.actors.replica.loading import few_rows_check, joined, prepare
+from satchel.actors.replica.loading import joined, prepare
+from satchel.actors.replica.loading.ways import few_rows_check
 
 INPUTS = 128
 

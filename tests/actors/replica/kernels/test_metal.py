@@ -12,7 +12,8 @@ from satchel.actors.replica.device.device import on_gpu
 from satchel.actors.replica.kernels import decode_kernel
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.paged_cache import Reads
-from satchel.actors.replica.loading import decode_ways, models
+from satchel.actors.replica.loading import models
+from satchel.actors.replica.loading.ways import decode_ways
 from tests.worlds.models.families import write_model
 from tests.worlds.replica import fake_kernels
 from tests.worlds.replica.bench import Bench

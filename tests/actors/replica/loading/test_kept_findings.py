@@ -14,7 +14,8 @@ from satchel.actors.replica.execution import hidden_states
 from satchel.actors.replica.execution.hidden_states import HiddenStates
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv.paged_cache import Reads
-from satchel.actors.replica.loading import decode_ways, joined, model_id, models, quirks
+from satchel.actors.replica.loading import joined, model_id, models, quirks
+from satchel.actors.replica.loading.ways import decode_ways
 from satchel.actors.replica.proving import findings
 from tests.worlds.models.families import write_model
 

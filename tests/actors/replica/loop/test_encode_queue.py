@@ -21,7 +21,8 @@ from satchel.actors.protocol.media_ids import media_key, media_tokens, picture_h
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.media.vision import Vision
-from satchel.actors.replica.loading import models, warm_up
+from satchel.actors.replica.loading import models
+from satchel.actors.replica.loading.warming import warm_up
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.cluster.errors import PictureLost, QueueFull
 from tests.worlds.models.vision_families import write_model

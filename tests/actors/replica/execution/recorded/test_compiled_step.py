@@ -25,7 +25,7 @@ from satchel.actors.replica.kernels.head_transform import HeadTransform, Norm
 from satchel.actors.replica.kv.caches import new_pool
 from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.warm_up import WarmUp
+from satchel.actors.replica.loading.warming.warm_up import WarmUp
 from satchel.actors.replica.memory.slab_codec import to_parts
 from tests.worlds.models import vision_families
 from tests.worlds.models.families import write_model

@@ -25,9 +25,10 @@ from satchel.actors.replica.execution.recorded.layer_outputs import LayerOutputs
 from satchel.actors.replica.execution.recorded.residual_sums import ResidualSums, fusions_of
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.kernels import few_rows
-from satchel.actors.replica.loading import decode_ways, models
-from satchel.actors.replica.loading.decode_ways import is_faster
+from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.joined import Joined, Part
+from satchel.actors.replica.loading.ways import decode_ways
+from satchel.actors.replica.loading.ways.decode_ways import is_faster
 from satchel.actors.replica.proving.pieces import IN_ONE_PIECE
 from tests.worlds.kernels import cuda_on_cpu, emulator
 from tests.worlds.models.adapters import write_adapter

@@ -18,22 +18,22 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ....cluster.environment import kernels_wanted
-from ...model_files.source import first_sentence
-from ...protocol.block_ids import BLOCK_TOKENS
-from ..device.device import on_cuda, on_gpu
-from ..execution.decode_way import TENSOR, DecodeWay, Trial, Tried, nobody
-from ..execution.recorded.compiled_step import CompiledStep
-from ..execution.recorded.deferral import Deferral
-from ..execution.recorded.fused_products import FusedProducts
-from ..execution.recorded.residual_sums import ResidualSums
-from ..kernels import decode_kernel, few_rows, gpu_kernels
-from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
-from ..kv.paged_cache import PagedKVCache, Reads
-from ..kv.sequence_view import SequenceView
-from ..proving.agreement import MODEL_ERRORS, TOLERANCE_16, Logits, Verdict, agree, farthest, try_change
-from ..proving.findings import NOWHERE, Findings
-from ..proving.pieces import IN_ONE_PIECE, Pieces
+from .....cluster.environment import kernels_wanted
+from ....model_files.source import first_sentence
+from ....protocol.block_ids import BLOCK_TOKENS
+from ...device.device import on_cuda, on_gpu
+from ...execution.decode_way import TENSOR, DecodeWay, Trial, Tried, nobody
+from ...execution.recorded.compiled_step import CompiledStep
+from ...execution.recorded.deferral import Deferral
+from ...execution.recorded.fused_products import FusedProducts
+from ...execution.recorded.residual_sums import ResidualSums
+from ...kernels import decode_kernel, few_rows, gpu_kernels
+from ...kv.caches import ModelCacheSpec, merge, new_caches, new_pool
+from ...kv.paged_cache import PagedKVCache, Reads
+from ...kv.sequence_view import SequenceView
+from ...proving.agreement import MODEL_ERRORS, TOLERANCE_16, Logits, Verdict, agree, farthest, try_change
+from ...proving.findings import NOWHERE, Findings
+from ...proving.pieces import IN_ONE_PIECE, Pieces
 from .alike import tokens_alike
 from .trial_sequences import far, prefill, sequences_of
 

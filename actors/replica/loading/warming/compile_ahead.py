@@ -24,8 +24,8 @@ import mlx.core as mx
 from filelock import FileLock, Timeout
 from mlx import nn
 
-from ....cluster.environment import default_home, snapshot
-from ..device.device import on_cuda
+from .....cluster.environment import default_home, snapshot
+from ...device.device import on_cuda
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 from satchel.actors.replica.execution.recorded.compiled_step import CompiledStep
 from satchel.actors.replica.kernels import gpu_kernels
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.alike import tokens_alike
+from satchel.actors.replica.loading.ways.alike import tokens_alike
 from satchel.actors.replica.proving.pieces import IN_ONE_PIECE
 from tests.worlds.models.families import write_model
 from tests.worlds.replica import fake_kernels

@@ -11,10 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..execution.recorded.compiled_step import CompiledStep
-from ..kernels.decode_views import NEW_MOST
-from ..kv.caches import ModelCacheSpec, merge, take_back
-from ..proving.pieces import Pieces
+from ...execution.recorded.compiled_step import CompiledStep
+from ...kernels.decode_views import NEW_MOST
+from ...kv.caches import ModelCacheSpec, merge, take_back
+from ...proving.pieces import Pieces
 from .trial_sequences import sequences_of
 
 TOKENS_TRIED = (128, 64, 32, 16)

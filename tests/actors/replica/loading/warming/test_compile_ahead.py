@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.activations import swiglu
 
-from satchel.actors.replica.loading import compile_ahead
+from satchel.actors.replica.loading.warming import compile_ahead
 
 
 @pytest.mark.parametrize("kind", [mx.bfloat16, mx.float16])

@@ -18,18 +18,18 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from ...model_files.context import language_parts
-from ...model_files.weights import WeightFile
-from ...protocol.block_ids import BLOCK_TOKENS
-from ..device.device import on_cuda
-from ..execution.recorded.deferral import likely_transforms
-from ..kernels import block_kernels, decode_kernel, few_rows, gpu_kernels, prefill_kernel, sealing
-from ..kernels.decode_views import KernelStep, KernelView, NewTokens
-from ..kernels.head_transform import NOTHING, HeadTransform
-from ..kernels.sealing import POLICIES, Sealed, SealPolicy
-from ..kv import soft_caps
-from .joined import concatenated
-from .kv_choice import AUTO, USUAL
+from ....model_files.context import language_parts
+from ....model_files.weights import WeightFile
+from ....protocol.block_ids import BLOCK_TOKENS
+from ...device.device import on_cuda
+from ...execution.recorded.deferral import likely_transforms
+from ...kernels import block_kernels, decode_kernel, few_rows, gpu_kernels, prefill_kernel, sealing
+from ...kernels.decode_views import KernelStep, KernelView, NewTokens
+from ...kernels.head_transform import NOTHING, HeadTransform
+from ...kernels.sealing import POLICIES, Sealed, SealPolicy
+from ...kv import soft_caps
+from ..joined import concatenated
+from ..kv_choice import AUTO, USUAL
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ import pytest
 
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kernels import decode_kernel
-from satchel.actors.replica.loading import decode_ways, models
-from satchel.actors.replica.loading.decode_ways import is_faster
+from satchel.actors.replica.loading import models
+from satchel.actors.replica.loading.ways import decode_ways
+from satchel.actors.replica.loading.ways.decode_ways import is_faster
 from tests.worlds.models.families import write_model
 from tests.worlds.replica import fake_kernels
 from tests.worlds.replica.bench import Bench

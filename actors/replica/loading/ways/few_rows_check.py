@@ -13,13 +13,22 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from ...model_files.source import first_sentence
-from ..device.device import on_cuda
-from ..kernels import gpu_kernels
-from ..kernels.few_rows import ROWS_LEAST, ROWS_MOST, by_kernel, fits, gates, multiply, multiply_gated, prepare_products
-from ..proving.agreement import MODEL_ERRORS, Logits, try_change
-from ..proving.findings import NOWHERE, Findings
-from ..proving.pieces import IN_ONE_PIECE, Pieces
+from ....model_files.source import first_sentence
+from ...device.device import on_cuda
+from ...kernels import gpu_kernels
+from ...kernels.few_rows import (
+    ROWS_LEAST,
+    ROWS_MOST,
+    by_kernel,
+    fits,
+    gates,
+    multiply,
+    multiply_gated,
+    prepare_products,
+)
+from ...proving.agreement import MODEL_ERRORS, Logits, try_change
+from ...proving.findings import NOWHERE, Findings
+from ...proving.pieces import IN_ONE_PIECE, Pieces
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ...protocol.block_ids import BLOCK_TOKENS
-from ..kv.caches import ModelCacheSpec, Slab, new_caches, new_pool, restore
-from ..kv.paged_cache import Reads
-from ..kv.sequence_view import SequenceView
-from ..proving.pieces import Pieces
+from ....protocol.block_ids import BLOCK_TOKENS
+from ...kv.caches import ModelCacheSpec, Slab, new_caches, new_pool, restore
+from ...kv.paged_cache import Reads
+from ...kv.sequence_view import SequenceView
+from ...proving.pieces import Pieces
 
 
 def prefill(model: Any, caches: Sequence[Any], tokens: int, pieces: Pieces) -> None:

@@ -11,7 +11,7 @@ import pytest
 from satchel.actors.replica.execution.decode_way import DecodeWay
 from satchel.actors.replica.kernels import gpu_kernels
 from satchel.actors.replica.kv.paged_cache import Reads
-from satchel.actors.replica.loading import decode_ways
+from satchel.actors.replica.loading.ways import decode_ways
 from satchel.actors.replica.proving.findings import Findings
 
 WITH_KERNEL = DecodeWay(Reads.KERNEL, compiled=True)

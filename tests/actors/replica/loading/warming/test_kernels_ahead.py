@@ -18,8 +18,10 @@ from satchel.actors.replica.group.tensor.ranks import Ranks
 from satchel.actors.replica.kernels import few_rows, gpu_kernels
 from satchel.actors.replica.kv.caches import PooledBlock, into_pool, out_of_pool
 from satchel.actors.replica.kv.paged_cache import Reads
-from satchel.actors.replica.loading import few_rows_check, joined, kernels_ahead, models
-from satchel.actors.replica.loading.kernels_ahead import Shapes
+from satchel.actors.replica.loading import joined, models
+from satchel.actors.replica.loading.warming import kernels_ahead
+from satchel.actors.replica.loading.warming.kernels_ahead import Shapes
+from satchel.actors.replica.loading.ways import few_rows_check
 from tests.worlds.models.families import write_model
 from tests.worlds.replica import compiled_kernels
 from tests.worlds.replica.bench import Bench

@@ -15,17 +15,17 @@ from functools import partial
 
 import mlx.core as mx
 
-from ...protocol.block_ids import BLOCK_TOKENS
-from ...protocol.replica_messages import Sampling
-from ..device.device import device_bytes
-from ..device.device_errors import DeviceFailed
-from ..execution.executor import BatchExecutor
-from ..execution.loaded_model import LoadedModel
-from ..execution.media.language_inputs import SequencePictures
-from ..execution.media.vision import Vision
-from ..kv import attention
-from ..kv.caches import PooledBlock, Slab
-from ..kv.query_pieces import PIECES, padded_blocks
+from ....protocol.block_ids import BLOCK_TOKENS
+from ....protocol.replica_messages import Sampling
+from ...device.device import device_bytes
+from ...device.device_errors import DeviceFailed
+from ...execution.executor import BatchExecutor
+from ...execution.loaded_model import LoadedModel
+from ...execution.media.language_inputs import SequencePictures
+from ...execution.media.vision import Vision
+from ...kv import attention
+from ...kv.caches import PooledBlock, Slab
+from ...kv.query_pieces import PIECES, padded_blocks
 
 logger = logging.getLogger(__name__)
 
