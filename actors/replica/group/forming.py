@@ -214,8 +214,8 @@ class Member:
                 wanted,
                 overlaps=shared is None,
                 tokens=tokens if shared is None and loaded.model.launches else None,
+                times=self.times,
             )
-            self._leading.times = self.times
 
     def follow(self, loaded: LoadedModel) -> Following:
         """Joins the group as another stage than the last. Returns the follower, which is to be run.
@@ -247,9 +247,7 @@ class Member:
                 self._joining.follow(shared, calls, self._listener.getsockname()[0], self._until)
                 self._begin_heartbeats(leader)
             relative_bytes = loaded.spec.bytes_per_token / token_bytes
-            following = Following(batch, calls, after, self.wholeness, relative_bytes, tokens)
-            following.times = self.times
-            return following
+            return Following(batch, calls, after, self.wholeness, relative_bytes, tokens, self.times)
 
     def _take_place(self, loaded: LoadedModel, before: Sequence[Connection], after: Address, leads: bool) -> Connection:
         """Connects a stage with its neighbours. Returns the connection to the next one.

@@ -28,9 +28,10 @@ class Following:
         after: the connection to the next stage, which is told if something fails here; None if there is none.
         relative_bytes: the bytes of a token's KV here, relative to the leader's.
         tokens: as for `Leading`; None if this is not the first stage.
+        times: is told how long it waits for calls, and how long each kind of call takes; None for its own.
 
     Attributes:
-        times: how long it waits for calls, and how long each kind of call takes.
+        times: as given.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class Following:
         wholeness: Wholeness,
         relative_bytes: float = 1.0,
         tokens: Connection | None = None,
+        times: Times | None = None,
     ) -> None:
         self._batch, self._calls, self._after, self._wholeness = batch, calls, after, wholeness
         self._relative_bytes, self._tokens = relative_bytes, tokens
-        self.times = Times()
+        self.times = times or Times()
         self._kept: dict[int, Slab | PooledBlock] = {}
         self._next = 0
         # Those that followed the last message.

@@ -65,10 +65,11 @@ class Leading:
         overlaps: see `execution.followers.Followers`.
         tokens: a connection to the first stage, on which tokens go that the device still draws; None if calls wait for
             them.
+        times: is told how long each kind of call takes here; None for its own.
 
     Attributes:
         count: how many followers there are.
-        times: how long each kind of call takes here.
+        times: as given.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Leading:
         *,
         overlaps: bool = True,
         tokens: Connection | None = None,
+        times: Times | None = None,
     ) -> None:
         self._calls, self._wholeness, self.overlaps = calls, wholeness, overlaps
         self._tokens = tokens
@@ -86,7 +88,7 @@ class Leading:
         self._known: list[tuple[mx.array, Launched | Callable[[], Sequence[int]]]] = []
         self._wanted = wanted or [Wanted()] * len(calls)
         self.count = len(calls)
-        self.times = Times()
+        self.times = times or Times()
         self._untold: list[Any] = []
         # Calls that the followers have been told, and that were not done here yet.
         self._ahead: deque[str] = deque()
