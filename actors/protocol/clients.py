@@ -10,7 +10,7 @@ from typing import Any
 from ...cluster.config.config import Config
 from ...cluster.config.timing import Timing
 from ..rpc.client import ActorRef, Call
-from ..rpc.local import LocalAddress, NearActor
+from ..rpc.local import LocalAddress
 from ..rpc.spec import Client, method
 from .names import POOL, ROUTER, replica_actor_name
 from .pool_messages import PooledModel
@@ -51,11 +51,10 @@ class RouterClient(Client):
 
     Args:
         handle: the router's, if known.
-        near: as for `ReplicaClient`.
+        kind: as for `ReplicaClient`.
     """
 
-    def __init__(self, timing: Timing, handle: Any = None, *, near: bool = False) -> None:
-        kind = NearActor if near else ActorRef
+    def __init__(self, timing: Timing, handle: Any = None, *, kind: type[ActorRef] = ActorRef) -> None:
         super().__init__(kind(ROUTER, "the router does not answer now", handle=handle, retry_after_s=2.0), timing)
 
     @method()
@@ -207,11 +206,12 @@ class ReplicaClient(Client):
     Args:
         replica: its id.
         handle: its actor's, if known.
-        near: whether to call it without Ray if it is on this machine; for event loops only.
+        kind: how it is called if it is on this machine: by Ray too, or without it, by an event loop (`NearActor`) or by
+            threads (`NearActorOfThreads`).
     """
 
-    def __init__(self, replica: str, timing: Timing, handle: Any = None, *, near: bool = False) -> None:
-        silent, kind = f"replica {replica} does not answer now", NearActor if near else ActorRef
+    def __init__(self, replica: str, timing: Timing, handle: Any = None, *, kind: type[ActorRef] = ActorRef) -> None:
+        silent = f"replica {replica} does not answer now"
         super().__init__(kind(replica_actor_name(replica), silent, handle=handle), timing)
 
     @method()

@@ -7,21 +7,27 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
 from typing import Generic, TypeVar
 
 from ...cluster.config.timing import Timing
+from ..rpc.local_threads import NearActorOfThreads
 from .clients import RouterClient
 from .router_messages import ReplicaReport, StoreReport
 
 logger = logging.getLogger(__name__)
 
 
-def tell_router(report: ReplicaReport | StoreReport, timing: Timing) -> bool:
-    """Sends a report. Returns False if the router missed an earlier one; the next must then be full."""
-    router = RouterClient(timing)
-    sent = router.report(report) if isinstance(report, ReplicaReport) else router.store_report(report)
-    return sent.within(timing.brief_answer_s).wait()
+class ToRouter:
+    """Sends a process's reports to the router. Used on one thread."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._router = RouterClient(timing, kind=NearActorOfThreads)
+
+    def __call__(self, report: ReplicaReport | StoreReport) -> bool:
+        """Sends a report. Returns False if the router missed an earlier one; the next must then be full."""
+        router = self._router
+        sent = router.report(report) if isinstance(report, ReplicaReport) else router.store_report(report)
+        return sent.within(router.timing.brief_answer_s).wait()
 
 
 Report = TypeVar("Report", ReplicaReport, StoreReport)
@@ -48,7 +54,7 @@ class Reporter(Generic[Report]):
     ) -> None:
         self.incarnation = uuid.uuid4().hex
         self._make, self._before_full, self._report_s = make, before_full, timing.report_s
-        self._tell = tell or partial(tell_router, timing=timing)
+        self._tell = tell or ToRouter(timing)
         self._awake = threading.Event()
         self._stopped = False
         self._sequence, self._full = 0, True

@@ -50,8 +50,7 @@ class StoreClient(Client):
         node: the store's node.
         handle: its actor's, if known.
         unanswered: called if no answer comes.
-        kind: how it is called if it is on this machine: by Ray too, or without it, by an event loop (`NearActor`) or by
-            threads (`NearActorOfThreads`).
+        kind: as for `ReplicaClient`.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ...cluster.config.timing import Timing
 from ...cluster.devices.energy import EnergyMeter
-from ..protocol.reporter import Reporter, tell_router
+from ..protocol.reporter import Reporter, ToRouter
 from ..protocol.router_messages import ReplicaReport
 from .energy_pace import EnergyReading
 from .loop.engine import Engine
@@ -40,6 +40,7 @@ class EngineReports:
     ) -> None:
         self._meter = meter
         self._is_slow, self._coming, self._timing = is_slow, coming, timing
+        self._to_router = ToRouter(timing)
         self.reporter = Reporter(self._make, timing, tell=self._tell)
         self._replica, self._model, self._node = replica, model, node
         self._engine, self._disk = engine, disk
@@ -100,4 +101,4 @@ class EngineReports:
             self._engine.energy.note(EnergyReading(self._meter.read(), *tokens, running))
 
     def _tell(self, report: ReplicaReport) -> bool:
-        return not self._is_slow() and tell_router(report, self._timing) and self._events_taken
+        return not self._is_slow() and self._to_router(report) and self._events_taken

@@ -101,7 +101,7 @@ class RouterActor:
             self._watchdog.start()
             self._watching = loop.create_task(self._watch_nodes())
 
-        self._near = LocalServer(self, "route", "release")
+        self._near = LocalServer(self, "route", "release", "report", "store_report")
 
     @answers(RouterClient.local_address)
     async def local_address(self) -> LocalAddress:

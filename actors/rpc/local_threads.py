@@ -16,12 +16,17 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from ray.exceptions import RayTaskError
+
 from .client import UNANSWERED, ActorRef, this_machine
 from .codec import decode, encode_call
-from .local import ADDRESS_S, LOOPBACK, LocalAddress
+from .local import LOOPBACK, LocalAddress
 from .messages import HEAD, framed
 
 logger = logging.getLogger(__name__)
+
+ADDRESS_S = 1.0
+"""How long an actor may take to say where it listens. The call that asks waits meanwhile."""
 
 
 class NearActorOfThreads(ActorRef):
@@ -55,12 +60,10 @@ class NearActorOfThreads(ActorRef):
         try:
             answer = super().answer(handle.local_address.remote(encode_call([])), ADDRESS_S)
             at = decode(LocalAddress, answer)
-        except TimeoutError:
-            # The actor is starting, or busy: the next call asks again.
-            return
         except UNANSWERED as error:
+            # If it is starting, or busy, the next call asks again.
+            self._is_far = isinstance(error, RayTaskError | AttributeError | ValueError)
             logger.debug("%s is not reached without Ray: %s", self.name, error)
-            self._is_far = True
             return
         if at.machine == this_machine():
             self._connections = Connections(at)

@@ -19,6 +19,7 @@ from cachetools import FIFOCache
 
 from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.replica_messages import GenerateRequest, MediaSpan, SequenceUpdate
+from ...actors.rpc.local import NearActor
 from ...cluster.config.timing import Timing
 from ...cluster.detached import detached
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaDied, ReplicaLost, SatchelError
@@ -51,7 +52,7 @@ class ReplicaConnection:
         self.replica = replica
         self.node = node
         self.frame_silence_s = timing.frame_silence_s
-        self.client = ReplicaClient(replica, timing, near=True)
+        self.client = ReplicaClient(replica, timing, kind=NearActor)
         # A new id each time, so that a new connection does not read what a broken one left at a living replica.
         self.consumer = f"consumer-{uuid.uuid4().hex}"
         self.sequences: dict[str, Callable[[SequenceUpdate | SatchelError], None]] = {}

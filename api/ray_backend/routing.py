@@ -12,6 +12,7 @@ from ...actors.protocol.media_ids import embeddings_needed
 from ...actors.protocol.replica_messages import GenerateRequest, ModelInfo
 from ...actors.protocol.router_messages import Chain, Decision, RouteRequest, SequenceLeft
 from ...actors.rpc.client import Call
+from ...actors.rpc.local import NearActor
 from ...cluster.config.config import Config
 from ...cluster.detached import DetachedTasks
 from ...cluster.errors import NoAnswer, NoReplica
@@ -33,7 +34,7 @@ class Routing:
     def __init__(self, config: Config, locator: AgentLocator) -> None:
         self.config = config
         self.failovers = 0
-        self.router = RouterClient(config.timing, near=True)
+        self.router = RouterClient(config.timing, kind=NearActor)
         self.served = ServedModels(self.info, config.timing)
         self.pool = ModelPool(self.served, config.timing)
         self._locator = locator

@@ -274,7 +274,7 @@ async def split_nodes(
     stores = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(made(), stores_loop))
     nodes = SplitNodes(loaded, stores, stores_loop, timing)
 
-    def client(name: str, timing: Timing, handle: Any = None, *, near: bool = False) -> ReplicaClient:
+    def client(name: str, timing: Timing, handle: Any = None, *, kind: Any = None) -> ReplicaClient:
         return ReplicaClient(name, timing, nodes.processes[name])
 
     for module in (connection, routing):

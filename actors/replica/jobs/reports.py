@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ....cluster.config.timing import Timing
-from ...protocol.reporter import Reporter, tell_router
+from ...protocol.reporter import Reporter, ToRouter
 from ...protocol.router_messages import ReplicaReport
 from .engine import JobEngine
 
@@ -26,7 +26,8 @@ class JobReports:
         self, replica: str, model: str, node: str, engine: JobEngine[Any], timing: Timing, is_slow: Callable[[], bool]
     ) -> None:
         self._replica, self._model, self._node = replica, model, node
-        self._engine, self._timing, self._is_slow = engine, timing, is_slow
+        self._engine, self._is_slow = engine, is_slow
+        self._to_router = ToRouter(timing)
         self.reporter = Reporter(self._make, timing, tell=self._tell)
 
     def _make(self, sequence: int, full: bool) -> ReplicaReport:
@@ -50,4 +51,4 @@ class JobReports:
         )
 
     def _tell(self, report: ReplicaReport) -> bool:
-        return not self._is_slow() and tell_router(report, self._timing)
+        return not self._is_slow() and self._to_router(report)

@@ -34,6 +34,7 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loop.delivery import Counters
 from satchel.actors.replica.reports import EngineReports
 from satchel.actors.rpc import local
+from satchel.actors.rpc.local import NearActor
 from satchel.cluster.config.config import Model, Scheduling
 from satchel.cluster.config.nodes import Node
 from satchel.cluster.config.timing import USUAL
@@ -245,7 +246,7 @@ async def test_an_engine_that_is_stuck_makes_the_replica_not_ready(
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_replica_whose_engine_is_stuck_sends_no_reports(slow: bool, monkeypatch: pytest.MonkeyPatch):
     told: list[object] = []
-    monkeypatch.setattr(engine_reports, "tell_router", lambda report, timing: told.append(report) or True)
+    monkeypatch.setattr(engine_reports, "ToRouter", lambda timing: lambda report: told.append(report) or True)
     reports = EngineReports("m-0", "m", "mac0", MagicMock(), None, USUAL, lambda: slow)  # type: ignore[arg-type]
     reports._events_taken = True
     assert reports._tell(MagicMock()) is not slow and len(told) == (not slow)
@@ -362,7 +363,7 @@ async def test_frames_come_over_a_socket_too(replica: ReplicaActor, monkeypatch:
     at, again = await asyncio.gather(*(client(replica).local_address() for _ in range(2)))
     assert at == again and (at.machine, at.ahead) == ("node-1", ["next_frame"])
     assert at.methods == ["next_frame", "submit", "abort"]
-    near, other, third = (ReplicaClient("m-0", USUAL, Direct(lambda: replica), near=True) for _ in range(3))
+    near, other, third = (ReplicaClient("m-0", USUAL, Direct(lambda: replica), kind=NearActor) for _ in range(3))
     for one in (near, other, third):
         await one.go_on([])
         await asyncio.wait({one.actor._opening}, timeout=20)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from satchel.actors.protocol.replica_messages import GenerateRequest, Sampling, 
 from satchel.actors.rpc import client as calls
 from satchel.actors.rpc import local
 from satchel.actors.rpc.codec import encode_call
-from satchel.actors.rpc.local import LocalAddress, LocalConnection, LocalServer
+from satchel.actors.rpc.local import LocalAddress, LocalConnection, LocalServer, NearActor
 from satchel.actors.rpc.shell import answers
 from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import ActorLost, ActorSilent, NoAnswer, QueueFull
@@ -77,7 +77,7 @@ async def ray(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 async def near() -> ReplicaClient:
     """Returns a client that has found the short way, if there is one."""
-    client = ReplicaClient("m-0", USUAL, near=True)
+    client = ReplicaClient("m-0", USUAL, kind=NearActor)
     await client.go_on([])
     await found(client)
     return client
@@ -211,7 +211,7 @@ async def test_calls_that_look_for_the_actor_at_once_share_a_connection(
         return ray
 
     monkeypatch.setattr(calls, "actor_handle", found_slowly)
-    client = ReplicaClient("m-0", USUAL, near=True)
+    client = ReplicaClient("m-0", USUAL, kind=NearActor)
     asked = [asyncio.ensure_future(client.go_on([])) for _ in range(2)]
     _, (last,) = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
     await found(client)
