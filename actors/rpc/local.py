@@ -18,6 +18,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -189,7 +190,7 @@ class LocalConnection(Messages):
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._ahead: dict[int, AskedAhead] = {}
         self._number = 0
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self.lost = False
 
     @classmethod
@@ -205,7 +206,7 @@ class LocalConnection(Messages):
     @property
     def is_here(self) -> bool:
         """Whether this is the thread of its event loop."""
-        return asyncio._get_running_loop() is self._loop
+        return threading.get_ident() == self._thread
 
     def ask(self, method: str, call: bytes) -> asyncio.Future[bytes]:
         """Sends a call. Its answer is dropped if nobody waits for it any more.
