@@ -21,6 +21,7 @@ from satchel.actors.protocol.entries import Entry
 from satchel.cluster.errors import InvalidRecord, PortInUse, QueueFull
 from tests.worlds.kv_store.block_nodes import Meddler, Nodes, nodes, wanted
 from tests.worlds.kv_store.kv_files import ROOT, arrays, chain, payload, read_one, tail
+from tests.worlds.macos_sockets import accepts_as_macos
 
 
 @pytest.fixture
@@ -349,6 +350,15 @@ def test_strangers_do_not_keep_nodes_out(pair):
     assert pair.pull(wanted(entries)).stop is Stop.COMPLETE
     for sock in made:
         sock.close()
+
+
+def test_a_mac_serves_too(pair, monkeypatch):
+    """Its connections do not block, as the listener does not."""
+    accepts_as_macos(monkeypatch)
+    pair.serve()
+    entries = chain(3)
+    pair.source.put(entries)
+    assert pair.pull(wanted(entries)).stop is Stop.COMPLETE
 
 
 def test_connections_of_nodes_are_bounded_and_strangers_have_little_time(pair):
