@@ -30,6 +30,7 @@ from satchel.cluster.trust.endpoint_certificate import client_context
 from satchel.cluster.trust.shown_certificate import ShownCertificate
 from tests.authority import Issued, authority, key_pem, new_key, write_pair
 from tests.worlds.api.fake_backend import events_of
+from tests.worlds.macos_sockets import accepts_as_macos, reset
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -238,6 +239,15 @@ async def test_a_handshake_that_does_not_end_is_ended(served: Served, said: byte
     reader, writer = await served.connect()
     writer.write(said)
     assert await ended(reader) == b""
+    writer.close()
+
+
+async def test_a_client_that_resets_its_connection_at_once_stops_no_mac(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    accepts_as_macos(monkeypatch)
+    reset(("127.0.0.1", served.port))
+    _, writer = await served.greeted()
     writer.close()
 
 
