@@ -113,15 +113,17 @@ def init_ray(*, temp_dir: str | None, **settings: Any) -> None:
 
 
 def ray_programs() -> list[str]:
-    """Returns the paths of Ray's own programs, to which other machines connect: the control store and the raylet.
+    """Returns the paths of Ray's own programs, to which other machines connect: the control store and the raylet; none
+    if Ray is not installed.
 
     Changes: nothing. Only Ray's insides know the paths, and importing these takes a second.
-    Why: macOS's firewall allows connections program by program.
+    Why: they must be executable, and macOS's firewall allows connections program by program.
     Fits: ray 2.60.0.
     Noticed by: tests/cluster/test_patches.py::test_rays_programs_are_where_they_are_looked_for
     """
     ray = importlib.util.find_spec("ray")
-    assert ray is not None and ray.origin is not None
+    if ray is None or ray.origin is None:
+        return []
     core = Path(ray.origin).parent / "core" / "src" / "ray"
     return [str(core / "gcs" / "gcs_server"), str(core / "raylet" / "raylet")]
 

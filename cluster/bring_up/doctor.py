@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import resource
@@ -32,6 +31,7 @@ from ..environment import is_macos, short_temporary_root
 from ..errors import ClusterError, ConfigError, KeysDamaged, NotRunning, PortInUse
 from ..home import Home
 from ..incidents import Incident, incidents
+from ..patches import ray_programs
 from ..trust.endpoint_certificate import check_certificate
 from ..trust.invitations import remembered
 from . import mac
@@ -141,14 +141,13 @@ def check_version(package: str) -> Check:
 
 
 def check_ray_binaries() -> Check:
-    spec = importlib.util.find_spec("ray")
-    if spec is None or spec.origin is None:
+    programs = ray_programs()
+    if not programs:
         return Check("ray binaries", "fail", "Ray is not installed", "install Satchel's requirements again")
-    core = Path(spec.origin).parent / "core" / "src" / "ray"
-    for binary in (core / "gcs" / "gcs_server", core / "raylet" / "raylet"):
-        if not os.access(binary, os.X_OK):
-            return Check("ray binaries", "fail", f"{binary} is missing or not executable", "install Ray again")
-    return Check("ray binaries", "ok", str(core))
+    for program in programs:
+        if not os.access(program, os.X_OK):
+            return Check("ray binaries", "fail", f"{program} is missing or not executable", "install Ray again")
+    return Check("ray binaries", "ok", os.path.commonpath(programs))
 
 
 def check_mlx() -> Check:
