@@ -99,7 +99,8 @@ def examine(config: Config, home: Home) -> list[Check]:
     certificate = [] if node else check_tls(config.endpoint, datetime.now(UTC))
     hosts = [] if node else [*check_hosts(config.machines), *mac.reach(config.machines[1:])]
     here = next((each for each in config.machines if each.name == node), head)
-    system = mac.checks(here, _largest_weights(config)) if is_macos() else []
+    serves_others = not node and listens_to_strangers(config.endpoint)
+    system = mac.checks(here, _largest_weights(config), open_to_others=serves_others) if is_macos() else []
     lately = check_lately(home, time.time())
     return [*(check() for check in checks), *check_cards(config), *system, *hosts, *certificate, *lately]
 

@@ -61,16 +61,17 @@ def stay_awake(pid: int) -> subprocess.Popen[bytes] | None:
         return None
 
 
-def checks(node: Node, weights_bytes: int = 0) -> list[Check]:
+def checks(node: Node, weights_bytes: int = 0, *, open_to_others: bool = False) -> list[Check]:
     """Returns what is to be said of this Mac; nothing on another system.
 
     Args:
         node: this machine, as the config names it.
         weights_bytes: the largest model's files, 0 if unknown.
+        open_to_others: whether other machines can reach an endpoint here.
     """
     if not is_macos():
         return []
-    found = [_sleep(node.keep_awake), _gpu_memory(weights_bytes), _firewall(node), *_thunderbolt(node)]
+    found = [_sleep(node.keep_awake), _gpu_memory(weights_bytes), _firewall(node, open_to_others), *_thunderbolt(node)]
     return [check for check in found if check is not None]
 
 
@@ -103,7 +104,7 @@ def _gpu_memory(weights_bytes: int) -> Check | None:
     return Check("gpu memory", "warn", found, f"sudo sysctl iogpu.wired_limit_mb={most} (until the next restart)")
 
 
-def _firewall(node: Node) -> Check | None:
+def _firewall(node: Node, open_to_others: bool) -> Check | None:
     said = asked(FIREWALL, "--getglobalstate")
     if "State = 0" in said or "disabled" in said:
         return Check("firewall", "ok", "macOS's firewall is off")
@@ -122,7 +123,7 @@ def _firewall(node: Node) -> Check | None:
         mend = "; ".join(allow[program] for program in refused)
         return Check("firewall", "warn", f"macOS's firewall refuses connections to {_named(refused)}", mend)
     found = f"macOS's firewall is on: it asks about connections to {names}, and refuses them until you allow it"
-    if node.is_loopback:
+    if node.is_loopback and not open_to_others:
         return Check("firewall", "ok", f"{found}; connections of this Mac itself are not asked about")
     asks = [program for program, rule in rules.items() if "permitted" not in rule]
     add = "; ".join(f"sudo {FIREWALL} --add {shlex.quote(program)}; {allow[program]}" for program in asks)

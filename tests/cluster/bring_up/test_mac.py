@@ -104,6 +104,8 @@ def test_a_mac_alone_need_not_answer_the_firewall(apple: FakeMac):
     apple.firewall = "Firewall is enabled. (State = 1)\n"
     apple.tell()
     assert found("firewall").result == "ok" and "raylet" not in found("firewall").found
+    (check,) = [check for check in mac.checks(HERE, open_to_others=True) if check.name == "firewall"]
+    assert check.result == "warn" and check.mend.count("--add") == 1, "its clients are elsewhere"
 
 
 def bridges(node: Node) -> list[Check]:
