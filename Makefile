@@ -38,7 +38,7 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 serve: .venv/.runtime ## Serve the models of CONFIG=configs/one-mac.yaml, on PORT=8000; Ctrl-C stops
-	@exec $(BIN)/satchel serve --config "$(CONFIG)" $(if $(PORT),--port "$(PORT)")
+	@$(SHOW); exec $(BIN)/satchel serve --config "$(CONFIG)" $(if $(PORT),--port "$(PORT)")
 
 install: | $(UV) ## Install the command satchel for this user, as requirements.lock pins it (uv tool install)
 	@$(FIND_PYTHON); \
@@ -214,10 +214,15 @@ endef
 	echo "Making .venv with $$("$$found" --version)"; \
 	$(UV) venv --quiet --python "$$("$$found" -c 'import sys; print(sys.executable)')" .venv
 
+# In some folders (Documents, Desktop) macOS hides what is in `.venv`. Python skips hidden .pth files, and by one of them
+# it finds Satchel.
+SHOW = if command -v chflags >/dev/null; then chflags nohidden .venv/lib/python3.*/site-packages/*.pth; fi
+
 define INSTALL
 @echo "Installing into .venv: Satchel and $(1)"
 @$(UV) pip sync --quiet --python $(BIN)/python --require-hashes $(2)
 @$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+@$(SHOW)
 endef
 
 build/clients/.ready: tests/clients/package.json tests/clients/package-lock.json

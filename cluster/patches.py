@@ -6,6 +6,7 @@ docs/patches.md lists the patches of all libraries. Each fits the version of Ray
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import time
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,22 @@ def init_ray(*, temp_dir: str | None, **settings: Any) -> None:
     import ray
 
     ray.init(_temp_dir=temp_dir, **settings)
+
+
+def ray_programs() -> list[str]:
+    """Returns the paths of Ray's own programs, to which other machines connect: the control store and the raylet; none
+    if Ray is not installed.
+
+    Changes: nothing. Only Ray's insides know the paths, and importing these takes a second.
+    Why: they must be executable, and macOS's firewall allows connections program by program.
+    Fits: ray 2.60.0.
+    Noticed by: tests/cluster/test_patches.py::test_rays_programs_are_where_they_are_looked_for
+    """
+    ray = importlib.util.find_spec("ray")
+    if ray is None or ray.origin is None:
+        return []
+    core = Path(ray.origin).parent / "core" / "src" / "ray"
+    return [str(core / "gcs" / "gcs_server"), str(core / "raylet" / "raylet")]
 
 
 def reread_ray_settings() -> None:

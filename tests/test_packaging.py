@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -197,3 +198,20 @@ def test_make_says_what_a_mac_lacks_before_it_installs(tmp_path: Path, macos: st
         ["make", ".uv/bin/uv", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert made.returncode and says in made.stderr and not (tmp_path / ".uv").exists()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_python_finds_satchel_where_macos_hides_the_environment(tmp_path: Path):
+    """It skips hidden .pth files. macOS's `chflags` is a script here."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    places = ("requirements.lock", "pyproject.toml", ".venv/lib/python3.12/site-packages/x.pth", ".venv/bin/python")
+    for place in (*places, ".venv/bin/satchel", "chflags", ".venv/.runtime"):
+        path = tmp_path / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'#!/bin/sh\necho {path.name} "$@"\n')
+        path.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["make", "serve", "UV=/bin/sh"]
+    made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    shown, served = made.stdout.splitlines()
+    assert shown == f"chflags nohidden {places[2]}" and served.startswith("satchel serve"), made.stderr

@@ -112,6 +112,12 @@ def resolve_adapter(source: str, progress: Progress) -> Path:
     return _find(source, [(name,) for name in files], files, progress)
 
 
+def files_in(folder: Path, pattern: str) -> list[Path]:
+    """Returns the files in a folder that match a pattern, in order. A file `._NAME` is none: macOS keeps attributes of
+    `NAME` there, on disks that cannot keep them."""
+    return sorted(path for path in folder.glob(pattern) if path.is_file() and not path.name.startswith("._"))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file.
 

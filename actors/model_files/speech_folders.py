@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster.errors import ModelLoadError
-from .source import read_json
+from .source import files_in, read_json
 from .weights import WeightFile, read_weight_file
 
 LISTENS, SPEAKS = "stt", "tts"
@@ -93,7 +93,7 @@ def _is_of_text(kind: str) -> bool:
 
 def speech_files(folder: Path) -> dict[str, Path]:
     """Returns the files that identify a model of speech, by name."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix in _READ)
+    paths = [path for path in files_in(folder, "**/*") if path.suffix in _READ]
     return {f"model/{path.relative_to(folder).as_posix()}": path for path in paths}
 
 
@@ -103,7 +103,7 @@ def read_speech_weights(folder: Path) -> list[WeightFile]:
     Raises:
         ModelLoadError: there are none, or one is damaged.
     """
-    paths = [path for path in sorted(folder.rglob("*.safetensors")) if not path.name.startswith("._")]
+    paths = files_in(folder, "**/*.safetensors")
     if not any(path.parent == folder for path in paths):
         raise ModelLoadError(f"{folder} cannot be loaded: it has no weights (*.safetensors)")
     return [read_weight_file(path) for path in paths]
@@ -117,7 +117,7 @@ def refuse_other_places(source: str, folder: Path) -> None:
         ModelLoadError: with the file and the name.
     """
     root = folder.absolute()
-    for path in sorted(folder.rglob("*.json")):
+    for path in files_in(folder, "**/*.json"):
         if not path.name.endswith(("config.json", "configs.json")):
             continue
         for key, value in _texts(read_json(path)):

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 
 from ...cluster.trust.shown_certificate import ShownCertificate
-from ...cluster.trust.strangers import Strangers
+from ...cluster.trust.strangers import Strangers, host_of
 from ..patches import status_line
 from .error_shapes import openai_error
 from .exchange import Refused
@@ -89,13 +89,13 @@ class TlsListener:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, (address, *_) = await loop.sock_accept(self._listener)
+                sock, address = await loop.sock_accept(self._listener)
             except OSError as error:
                 # For example out of file descriptors: wait and try again.
                 self._refused(f"a connection could not be taken ({error.strerror or error})")
                 await asyncio.sleep(PAUSE_S)
                 continue
-            if (gone := self._strangers.add(sock, address)) is not None:
+            if (gone := self._strangers.add(sock, host_of(address))) is not None:
                 _hang_up(gone)
             task = loop.create_task(self._receive(sock))
             self._receiving[task] = sock

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import resource
@@ -32,6 +31,7 @@ from ..environment import is_macos, short_temporary_root
 from ..errors import ClusterError, ConfigError, KeysDamaged, NotRunning, PortInUse
 from ..home import Home
 from ..incidents import Incident, incidents
+from ..patches import ray_programs
 from ..trust.endpoint_certificate import check_certificate
 from ..trust.invitations import remembered
 from . import mac
@@ -99,7 +99,8 @@ def examine(config: Config, home: Home) -> list[Check]:
     certificate = [] if node else check_tls(config.endpoint, datetime.now(UTC))
     hosts = [] if node else [*check_hosts(config.machines), *mac.reach(config.machines[1:])]
     here = next((each for each in config.machines if each.name == node), head)
-    system = mac.checks(here, _largest_weights(config)) if is_macos() else []
+    serves_others = not node and listens_to_strangers(config.endpoint)
+    system = mac.checks(here, _largest_weights(config), open_to_others=serves_others) if is_macos() else []
     lately = check_lately(home, time.time())
     return [*(check() for check in checks), *check_cards(config), *system, *hosts, *certificate, *lately]
 
@@ -141,14 +142,13 @@ def check_version(package: str) -> Check:
 
 
 def check_ray_binaries() -> Check:
-    spec = importlib.util.find_spec("ray")
-    if spec is None or spec.origin is None:
+    programs = ray_programs()
+    if not programs:
         return Check("ray binaries", "fail", "Ray is not installed", "install Satchel's requirements again")
-    core = Path(spec.origin).parent / "core" / "src" / "ray"
-    for binary in (core / "gcs" / "gcs_server", core / "raylet" / "raylet"):
-        if not os.access(binary, os.X_OK):
-            return Check("ray binaries", "fail", f"{binary} is missing or not executable", "install Ray again")
-    return Check("ray binaries", "ok", str(core))
+    for program in programs:
+        if not os.access(program, os.X_OK):
+            return Check("ray binaries", "fail", f"{program} is missing or not executable", "install Ray again")
+    return Check("ray binaries", "ok", os.path.commonpath(programs))
 
 
 def check_mlx() -> Check:

@@ -71,11 +71,13 @@ def main() -> None:
     folder, logs, *pids = sys.argv[1:]
     # It ends last, after the other processes of the session.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    me = ProcessMark.of(os.getpid())
-    if me is None or os.getsid(0) != os.getpid():
+    if os.getsid(0) != os.getpid():
         raise SystemExit("the keeper must lead a session of its own")
     _adopt_orphans()
     in_order = keep({int(pid) for pid in pids})
+    # A mark of now: in weeks the system's clock may have been set by seconds, which shifts times of creation.
+    me = ProcessMark.of(os.getpid())
+    assert me is not None
     end_session(UnixSession(os.getpid(), (me,)), grace_s=1.0, spare=os.getpid())
     _reap()
     if not in_order:

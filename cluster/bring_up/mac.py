@@ -16,11 +16,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 
 from ..config.nodes import Node
 from ..environment import is_macos
+from ..patches import ray_programs
 from .check import Check
 
 _GIB, _MIB = 2**30, 2**20
@@ -59,16 +61,17 @@ def stay_awake(pid: int) -> subprocess.Popen[bytes] | None:
         return None
 
 
-def checks(node: Node, weights_bytes: int = 0) -> list[Check]:
+def checks(node: Node, weights_bytes: int = 0, *, open_to_others: bool = False) -> list[Check]:
     """Returns what is to be said of this Mac; nothing on another system.
 
     Args:
         node: this machine, as the config names it.
         weights_bytes: the largest model's files, 0 if unknown.
+        open_to_others: whether other machines can reach an endpoint here.
     """
     if not is_macos():
         return []
-    found = [_sleep(node.keep_awake), _gpu_memory(weights_bytes), _firewall(node), *_thunderbolt(node)]
+    found = [_sleep(node.keep_awake), _gpu_memory(weights_bytes), _firewall(node, open_to_others), *_thunderbolt(node)]
     return [check for check in found if check is not None]
 
 
@@ -101,7 +104,7 @@ def _gpu_memory(weights_bytes: int) -> Check | None:
     return Check("gpu memory", "warn", found, f"sudo sysctl iogpu.wired_limit_mb={most} (until the next restart)")
 
 
-def _firewall(node: Node) -> Check | None:
+def _firewall(node: Node, open_to_others: bool) -> Check | None:
     said = asked(FIREWALL, "--getglobalstate")
     if "State = 0" in said or "disabled" in said:
         return Check("firewall", "ok", "macOS's firewall is off")
@@ -110,17 +113,40 @@ def _firewall(node: Node) -> Check | None:
         return Check("firewall", "warn", found, f"sudo {FIREWALL} --setblockall off")
     if "State = 1" not in said and "enabled" not in said:
         return None
-    python = os.path.realpath(sys.executable)
-    rule, allow = asked(FIREWALL, "--getappblocked", python), f"sudo {FIREWALL} --unblockapp {shlex.quote(python)}"
-    if "permitted" in rule:
-        return Check("firewall", "ok", f"macOS's firewall lets {python} accept connections")
-    if "block" in rule and "not" not in rule:
-        return Check("firewall", "warn", f"macOS's firewall refuses connections to {python}", allow)
-    found = "macOS's firewall is on: it asks whether Python may accept connections, and refuses them until you allow it"
-    if node.is_loopback:
+    programs = _listening(alone=node.is_loopback)
+    rules = {program: asked(FIREWALL, "--getappblocked", program) for program in programs}
+    names = _named(programs)
+    if all("permitted" in rule for rule in rules.values()):
+        return Check("firewall", "ok", f"macOS's firewall lets {names} accept connections")
+    allow = {program: f"sudo {FIREWALL} --unblockapp {shlex.quote(program)}" for program in programs}
+    if refused := [program for program, rule in rules.items() if "block" in rule and "not" not in rule]:
+        mend = "; ".join(allow[program] for program in refused)
+        return Check("firewall", "warn", f"macOS's firewall refuses connections to {_named(refused)}", mend)
+    found = f"macOS's firewall is on: it asks about connections to {names}, and refuses them until you allow it"
+    if node.is_loopback and not open_to_others:
         return Check("firewall", "ok", f"{found}; connections of this Mac itself are not asked about")
-    add = f"sudo {FIREWALL} --add {shlex.quote(python)}"
-    return Check("firewall", "warn", found, f"answer its question, or for a service, which nobody sees: {add}; {allow}")
+    asks = [program for program, rule in rules.items() if "permitted" not in rule]
+    add = "; ".join(f"sudo {FIREWALL} --add {shlex.quote(program)}; {allow[program]}" for program in asks)
+    return Check("firewall", "warn", found, f"answer its questions, or for a service, which nobody sees: {add}")
+
+
+def _listening(*, alone: bool) -> list[str]:
+    """Returns the programs that others connect to, as the firewall knows them. Where Python is a framework (python.org,
+    Homebrew), its command only starts the one in an application, `Python.app`.
+
+    Args:
+        alone: whether Ray has no other machines.
+    """
+    try:
+        python = psutil.Process().exe()
+    except psutil.Error:
+        python = os.path.realpath(sys.executable)
+    application = re.match(r".*\.app(?=/Contents/MacOS/)", python)
+    return [application[0] if application else python, *([] if alone else ray_programs())]
+
+
+def _named(programs: Sequence[str]) -> str:
+    return ", ".join(Path(program).name for program in programs)
 
 
 def _thunderbolt(node: Node) -> list[Check]:

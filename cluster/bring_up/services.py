@@ -20,6 +20,8 @@ STOP_S = 90
 
 RETRY_S = 15
 
+_GUARDED = ("Desktop", "Documents", "Downloads", "Library/CloudStorage", "Library/Mobile Documents")
+
 
 @dataclass(frozen=True)
 class Service:
@@ -115,6 +117,15 @@ def daemon_advice(service: Service, written: Path) -> list[str]:
         f"Stop it for good:                  sudo launchctl bootout system/{service.name} && sudo rm {path}",
         f"What it says:                      {service.log}",
     ]
+
+
+def guarded_paths(service: Service, user_home: Path) -> list[str]:
+    """Returns the paths in its definition that macOS asks the user about before a program may read them: some folders
+    of the user, and disks that are not the Mac's own. For a service nobody is asked, and it gets `Operation not
+    permitted`."""
+    guarded = [*(user_home / folder for folder in _GUARDED), Path("/Volumes")]
+    paths = dict.fromkeys([str(service.folder), *service.command, *(value for _, value in service.variables)])
+    return [path for path in paths if any(Path(path).is_relative_to(folder) for folder in guarded)]
 
 
 def systemd_path(service: Service, user_home: Path) -> Path:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
+from xml.parsers.expat import ExpatError
 
 from ..environment import own_card
 from .cards import nvml
@@ -168,7 +169,7 @@ def sampled_joules(sample: bytes) -> float | None:
         found = plistlib.loads(sample.strip())
         milliwatts = float(found["processor"]["combined_power"])
         return milliwatts / 1e3 * float(found["elapsed_ns"]) / 1e9
-    except (ValueError, KeyError, TypeError, plistlib.InvalidFileException):
+    except (ValueError, KeyError, TypeError, ExpatError):
         return None
 
 

@@ -26,7 +26,7 @@ from ..home import Home, read_json, write_private_json
 from .certificates import Authority, fingerprint, keep, request, requested_fingerprint
 from .invitations import find_invitation, use_up
 from .members import Member, admit, members
-from .strangers import Strangers
+from .strangers import Strangers, host_of
 from .takeover_state import TakeoverState, digest
 
 logger = logging.getLogger(__name__)
@@ -113,13 +113,13 @@ class JoinServer:
     async def _accept_forever(self) -> None:
         while True:
             try:
-                sock, (address, *_) = await self._loop.sock_accept(self._listener)
+                sock, address = await self._loop.sock_accept(self._listener)
             except OSError as error:
                 # For example too many open files: only waiting helps.
                 logger.warning("nobody can be let in: %s", error.strerror or error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            if (gone := self._strangers.add(sock, address)) is not None:
+            if (gone := self._strangers.add(sock, host_of(address))) is not None:
                 self._callers[gone].cancel()
             task = self._callers[sock] = asyncio.create_task(self._receive(sock))
             # A callback, as a task that is cancelled before it starts runs no `finally`.

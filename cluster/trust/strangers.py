@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
+
+
+def host_of(address: Sequence[str | int] | None) -> str:
+    """Returns the host of an address as `socket.accept` returns it; "" if there is none: on macOS a connection that its
+    peer has reset before it is accepted has none (XNU's `accept_nocancel`)."""
+    return str(address[0]) if address else ""
 
 
 class Strangers(Generic[T]):

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from ray._private import worker
+from ray._private import services, worker
 from ray._private.node import Node
 from ray.exceptions import RayError
 from ray.serve._private import replica
@@ -52,6 +52,10 @@ def test_a_node_starts_without_what_nothing_uses(cluster: LocalCluster) -> None:
     (raylet,) = (words for words in commands if words and words[0].endswith("/raylet"))
     assert f"{patches._AGENT}={patches._STAND_IN}" in raylet
     assert not [words for words in commands if "DashboardAgent" in str(words) or "dashboard.py" in str(words)]
+
+
+def test_rays_programs_are_where_they_are_looked_for() -> None:
+    assert patches.ray_programs() == [services.GCS_SERVER_EXECUTABLE, services.RAYLET_EXECUTABLE]
 
 
 def test_a_node_waits_until_it_is_registered_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,5 +104,4 @@ def listens_at(record: ClusterRecord) -> set[str]:
 
 def sessions_of(server_pid: int) -> set[int]:
     """The Unix sessions of the server's children; Ray leads one of its own."""
-    children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
-    return {os.getsid(int(child)) for child in children} | {os.getsid(server_pid)}
+    return {os.getsid(child.pid) for child in psutil.Process(server_pid).children()} | {os.getsid(server_pid)}

@@ -248,7 +248,6 @@ class _Pull:
         try:
             self._sock.settimeout(min(self._limits.connect_s, left_s))
             self._sock.connect(found[0][4])
-            self._sock.settimeout(None)
         except (OSError, OverflowError) as error:
             raise LinkError(f"no connection: {error}") from None
         self._link = link = Link(self._sock, self._limits.stall_s)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ....cluster.config.timing import USUAL
 from ....cluster.errors import CorruptSegment, DiskError, LinkError, LinkVersion, PortInUse, SatchelError
-from ....cluster.trust.strangers import Strangers
+from ....cluster.trust.strangers import Strangers, host_of
 from ...protocol.entries import TOKEN_BYTES, Location, unpack_tokens
 from ..disk.segment_reader import CHANGED, EntryReader, opened
 from ..disk.store import DiskStore
@@ -149,7 +149,7 @@ class BlockServer:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, (address, *_) = listener.accept()
+            sock, address = listener.accept()
         except (BlockingIOError, ConnectionError):
             # The peer has closed the connection already.
             return
@@ -166,7 +166,7 @@ class BlockServer:
                 return
             thread = threading.Thread(target=self._serve, args=(sock,), name="blocks-out", daemon=True)
             self._connections[sock] = thread
-            if (gone := self._strangers.add(sock, address)) is not None:
+            if (gone := self._strangers.add(sock, host_of(address))) is not None:
                 with contextlib.suppress(OSError):
                     gone.shutdown(socket.SHUT_RDWR)
             # Under the lock, so that `close` never joins a thread that was not started.

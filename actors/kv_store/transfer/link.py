@@ -67,6 +67,9 @@ class Link:
         self.stall_s, self._rate = stall_s, rate or SharedRate(None)
         self._out = self._into = Seal(bytes(32))
         self._plain, self._sealed = memoryview(b""), memoryview(b"")
+        # The system ends each wait (`_try`). On macOS an accepted socket blocks only if its listener does, whatever
+        # Python believes.
+        sock.setblocking(True)
         with contextlib.suppress(OSError):
             # Buffers are left to the system, which makes them larger as the link needs.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

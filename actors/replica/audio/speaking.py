@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ....cluster.errors import GenerationFailed, ModelLoadError
+from ...model_files.source import files_in
 from ...model_files.speech_folders import SPEAKS
 from ...patches import evaluations_told
 from ...protocol.speech_messages import SPEAK, SpeechInfo, SpeechPiece, SpeechRequest
@@ -141,4 +142,4 @@ def _voices(model: Any, folder: Path) -> list[str]:
         return sorted(map(str, supported()))
     if isinstance(known := getattr(model, "voices", None), Mapping) and known:
         return sorted(map(str, known))
-    return sorted({path.stem for path in (folder / "voices").glob("*.safetensors")})
+    return [path.stem for path in files_in(folder / "voices", "*.safetensors")]

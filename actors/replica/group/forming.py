@@ -18,6 +18,7 @@ from itertools import pairwise
 
 from ....cluster.config.timing import Timing
 from ....cluster.errors import ClusterError, LinkError, SatchelError
+from ....cluster.trust.strangers import host_of
 from ...model_files.identity.model_parts import LAYERS
 from ..execution.batch import Batch
 from ..execution.loaded_model import LoadedModel
@@ -305,14 +306,14 @@ class Member:
         while len(found) < len(wanted):
             try:
                 self._listener.settimeout(max(0.001, self._until - time.monotonic()))
-                sock, (host, *_) = self._listener.accept()
+                sock, address = self._listener.accept()
             except TimeoutError:
                 missing = ", ".join(what for what in wanted if what not in found)
                 raise LinkError(f"nobody connects for {missing} within {self._times.form_s:g} s") from None
             try:
                 connection = Connection.accept(sock, self._key, self._name(self._rank))
             except SatchelError as error:
-                logger.warning("a connection of %s to a group is refused: %s", host, error)
+                logger.warning("a connection of %s to a group is refused: %s", host_of(address), error)
                 continue
             self._begin(connection)
             what, _ = connection.receive(HANDSHAKE_S) or ("", [])

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ....cluster.errors import ModelLoadError
+from ...model_files.source import files_in
 from ...model_files.weights import bytes_in_memory, read_weight_files
 from ..device.device import as_numpy, on_gpu
 from ..drafting.pace import TOKENS_MOST
@@ -100,7 +101,7 @@ def _noted(source: str, settings: Any, layers: int) -> Sequence[int]:
 
 def _read_weights(head: Any, folder: Path, config: Mapping[str, Any], model: Any) -> None:
     weights: dict[str, mx.array] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in files_in(folder, "*.safetensors"):
         weights |= mx.load(str(path))  # type: ignore[operator]
     weights = head.sanitize(weights)
     quantized = config.get("quantization")

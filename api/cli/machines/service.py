@@ -19,6 +19,7 @@ from ....cluster.bring_up.ports import check_port_free
 from ....cluster.bring_up.services import (
     Service,
     daemon_advice,
+    guarded_paths,
     launchd_advice,
     launchd_path,
     launchd_plist,
@@ -286,3 +287,6 @@ def install(service: Service, home: Home, *, daemon: bool = False, only_print: b
     say(f"{'Replaced' if known else 'Written'}: {path}")
     for line in advice:
         say(line)
+    if is_macos() and (guarded := guarded_paths(service, Path.home())):
+        say(f"macOS lets no service read {', '.join(guarded)}: move that, or allow Full Disk Access (System Settings >")
+        say(f"Privacy & Security) to {os.path.realpath(service.command[0])}")

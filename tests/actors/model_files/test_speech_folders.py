@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from satchel.actors.model_files.image_folders import image_files
 from satchel.actors.model_files.speech_folders import (
     SpeechFolder,
     read_speech_weights,
     refuse_other_places,
+    speech_files,
     speech_folder,
     speech_type,
 )
@@ -51,6 +53,16 @@ def test_a_folder_without_a_readable_config_is_none(tmp_path: Path):
 def test_weights_lie_in_the_folder_itself(tmp_path: Path):
     with pytest.raises(ModelLoadError, match="has no weights"):
         read_speech_weights(tmp_path)
+
+
+def test_what_macos_leaves_on_other_disks_is_no_file_of_a_model(tmp_path: Path):
+    for name in ("config.json", "vae/x.safetensors"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+        path.with_name(f"._{path.name}").write_bytes(b"\0\5\x16\7\xff")
+    assert [*image_files(tmp_path)] == [*speech_files(tmp_path)] == ["model/config.json", "model/vae/x.safetensors"]
+    refuse_other_places("m", tmp_path)
 
 
 def test_only_what_is_there_is_a_place(tmp_path: Path):

@@ -30,6 +30,8 @@ from satchel.cluster.trust.endpoint_certificate import client_context
 from satchel.cluster.trust.shown_certificate import ShownCertificate
 from tests.authority import Issued, authority, key_pem, new_key, write_pair
 from tests.worlds.api.fake_backend import events_of
+from tests.worlds.loopback import several_addresses
+from tests.worlds.macos_sockets import accepts_as_macos, reset
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -241,6 +243,16 @@ async def test_a_handshake_that_does_not_end_is_ended(served: Served, said: byte
     writer.close()
 
 
+async def test_a_client_that_resets_its_connection_at_once_stops_no_mac(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    accepts_as_macos(monkeypatch)
+    reset(("127.0.0.1", served.port))
+    _, writer = await served.greeted()
+    writer.close()
+
+
+@several_addresses
 async def test_one_address_does_not_take_the_places_of_others(served: Served):
     """The address with the most connections loses one."""
     other = socket.socket()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -85,14 +86,26 @@ def test_the_firewalls_question_is_explained(apple: FakeMac, state: str, rule: s
     apple.tell()
     check = found("firewall", node=Node(name="mac0", address="192.168.1.10"))
     assert check.result == result and says in f"{check.found}; {check.mend}"
-    if "--" in says:
-        assert check.mend.count("sudo ") == (2 if "--add" in says else 1)
+    if says in ("--add", "--unblockapp"):
+        assert check.mend.count(says) == 3, "Python, and Ray's two programs"
+
+
+def test_pythons_application_is_what_the_firewall_knows(apple: FakeMac, monkeypatch: pytest.MonkeyPatch):
+    """Of python.org's and Homebrew's Python."""
+    frame = "/opt/homebrew/Frameworks/Python.framework/Versions/3.13/Resources/Python.app"
+    monkeypatch.setattr(psutil.Process, "exe", lambda _: f"{frame}/Contents/MacOS/Python")
+    apple.firewall = "Firewall is enabled. (State = 1)\n"
+    apple.tell()
+    check = found("firewall", node=Node(name="mac0", address="192.168.1.10"))
+    assert f"--unblockapp {frame};" in check.mend and "connections to Python.app, gcs_server, raylet," in check.found
 
 
 def test_a_mac_alone_need_not_answer_the_firewall(apple: FakeMac):
     apple.firewall = "Firewall is enabled. (State = 1)\n"
     apple.tell()
-    assert found("firewall").result == "ok" and "asks whether Python" in found("firewall").found
+    assert found("firewall").result == "ok" and "raylet" not in found("firewall").found
+    (check,) = [check for check in mac.checks(HERE, open_to_others=True) if check.name == "firewall"]
+    assert check.result == "warn" and check.mend.count("--add") == 1, "its clients are elsewhere"
 
 
 def bridges(node: Node) -> list[Check]:

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -63,7 +64,7 @@ def test_an_agent_of_launchd_serves_until_it_is_removed(
         assert shell(start).returncode != 0, "it is loaded already"
         record = wait_for_server(home)
         assert record.endpoint_url == f"http://127.0.0.1:{port}"
-        assert Path(f"/proc/{record.pid}/environ").read_bytes().count(b"PATH=/usr/bin:/bin:/usr/sbin:/sbin\0") == 1
+        assert psutil.Process(record.pid).environ()["PATH"] == "/usr/bin:/bin:/usr/sbin:/sbin"
     finally:
         done = shell(stop)
     assert done.returncode == 0, done.stderr

@@ -214,6 +214,18 @@ def test_wrong_services_are_refused(desk: Desk) -> None:
     assert "is no node" in desk.refusal(*node, "--address", "nowhere")
 
 
+def test_what_macos_lets_no_service_read_is_named(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_service, "is_macos", lambda: True)
+    monkeypatch.setenv("HF_HOME", "/models")
+    assert "Full Disk Access" not in desk.install("my config.yaml").output
+    (desk.folder / "Documents").mkdir()
+    there = desk.config.rename(desk.folder / "Documents" / "my config.yaml")
+    monkeypatch.setenv("HF_HOME", "/Volumes/models")
+    for daemon in ([], ["--daemon"]):
+        said = desk.install("Documents/my config.yaml", *daemon).output
+        assert f"lets no service read {there}, /Volumes/models: " in said and "Full Disk Access" in said
+
+
 def test_a_daemon_is_written_for_an_administrator(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """launchd starts it without a login, and then macOS lets it reach the local network."""
     assert "enable-linger" in desk.refusal("my config.yaml", "--daemon")

@@ -40,6 +40,7 @@ from satchel.cluster.trust.takeover_state import (
     takeover_state_of,
     ways_back,
 )
+from tests.worlds.macos_sockets import accepts_as_macos, reset
 
 MAC0, MAC1 = Node(name="mac0"), Node(name="mac1", address="10.0.0.2")
 RAY = "10.0.0.1:6379"
@@ -269,6 +270,13 @@ def test_strangers_who_say_nothing_keep_nobody_out(join_server, head, node):
     while join_server.callers():
         assert time.monotonic() < ends
         time.sleep(0.01)
+
+
+def test_a_caller_that_resets_its_connection_at_once_stops_no_mac(join_server, head, node, monkeypatch):
+    accepts_as_macos(monkeypatch)
+    host, _, port = join_server.address.rpartition(":")
+    reset((host, int(port)))
+    enter(node, MAC1, invite(head, join_server.address))
 
 
 def test_who_is_slow_has_no_more_time_than_others(head, node):

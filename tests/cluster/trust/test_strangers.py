@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from satchel.cluster.trust.strangers import Strangers
+from satchel.cluster.trust.strangers import Strangers, host_of
 
 
 def test_a_further_one_takes_the_place_of_the_oldest():
@@ -23,3 +23,7 @@ def test_who_is_known_or_has_left_holds_no_place():
     strangers.remove(1)
     strangers.remove(2)
     assert strangers.add(3, "a") is None and len(strangers) == 1
+
+
+def test_who_has_left_before_it_is_let_in_has_no_address_on_macos():
+    assert [host_of(address) for address in (("10.0.0.2", 99), ("::1", 99, 0, 0), None)] == ["10.0.0.2", "::1", ""]

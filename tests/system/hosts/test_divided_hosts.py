@@ -77,7 +77,7 @@ def test_a_link_dies_in_the_middle_of_an_answer_which_ends_right_once_it_is_back
 
 def is_stage(pid: int) -> bool:
     """Whether the process has layers."""
-    return re.match(rb"ray::(StageActor|ReplicaActor)", command_of(pid)) is not None
+    return re.match(r"ray::(StageActor|ReplicaActor)", command_of(pid)) is not None
 
 
 def test_a_host_dies_in_the_middle_of_an_answer_which_ends_right_once_it_is_back(world: World):

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from satchel.cluster.bring_up.ports import free_port
@@ -49,14 +50,14 @@ def stages(home: Path) -> list[int]:
     """The processes of both nodes that have layers."""
     records = [find_cluster(Home(folder)) for folder in (home, home / "nodes" / "mac1")]
     members = {pid for record in records for pid in session_members(record.ray_sid)}
-    return [pid for pid in members if re.match(rb"ray::(StageActor|ReplicaActor)", command_of(pid))]
+    return [pid for pid in members if re.match(r"ray::(StageActor|ReplicaActor)", command_of(pid))]
 
 
-def command_of(pid: int) -> bytes:
+def command_of(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""
 
 
 @pytest.mark.slow
@@ -80,7 +81,7 @@ def test_a_divided_model_is_served_remembers_and_goes_on_after_a_process_was_kil
 
         def kill(pieces: int) -> None:
             if pieces == 5:
-                follower = next(pid for pid in before if b"StageActor" in command_of(pid))
+                follower = next(pid for pid in before if "StageActor" in command_of(pid))
                 os.kill(follower, signal.SIGKILL)
                 wait_until(lambda: not {*stages(tmp_path)} & {*before}, 5)
 

@@ -61,7 +61,7 @@ def test_a_model_in_shares_is_served_remembers_and_goes_on_after_a_rank_hung(tmp
 
         def stop(pieces: int) -> None:
             if pieces == 5:
-                os.kill(next(pid for pid in before if stopped.encode() in command_of(pid)), signal.SIGSTOP)
+                os.kill(next(pid for pid in before if stopped in command_of(pid)), signal.SIGSTOP)
 
         assert talk.stream("carl", NUMBERS, stop, max_tokens=400) == undisturbed
         wait_until(lambda: len(stages(tmp_path)) == 2 and not {*stages(tmp_path)} & {*before}, RETURN_S)

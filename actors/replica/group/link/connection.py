@@ -391,7 +391,6 @@ def _closed_on_error(sock: socket.socket):
 
 
 def _shaking_hands(sock: socket.socket) -> Link:
-    sock.settimeout(None)
     link = Link(sock, HANDSHAKE_S)
     link.until = time.monotonic() + HANDSHAKE_S
     return link

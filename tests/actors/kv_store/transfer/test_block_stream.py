@@ -21,6 +21,7 @@ from satchel.actors.protocol.entries import Entry
 from satchel.cluster.errors import InvalidRecord, PortInUse, QueueFull
 from tests.worlds.kv_store.block_nodes import Meddler, Nodes, nodes, wanted
 from tests.worlds.kv_store.kv_files import ROOT, arrays, chain, payload, read_one, tail
+from tests.worlds.macos_sockets import accepts_as_macos, reset
 
 
 @pytest.fixture
@@ -349,6 +350,16 @@ def test_strangers_do_not_keep_nodes_out(pair):
     assert pair.pull(wanted(entries)).stop is Stop.COMPLETE
     for sock in made:
         sock.close()
+
+
+def test_a_mac_serves_too(pair, monkeypatch):
+    """Its connections do not block, as the listener does not, and one that is reset at once has no address."""
+    accepts_as_macos(monkeypatch)
+    server, entries = pair.serve(), chain(3)
+    pair.source.put(entries)
+    for _ in range(3):
+        reset(server.addresses[0])
+    assert pair.pull(wanted(entries)).stop is Stop.COMPLETE
 
 
 def test_connections_of_nodes_are_bounded_and_strangers_have_little_time(pair):

@@ -32,6 +32,9 @@ from satchel.cluster.trust.invitations import Invitation, invite
 from satchel.cluster.trust.join_server import JoinServer
 from satchel.cluster.trust.members import Member, members, remove
 from satchel.cluster.trust.takeover_state import keep_takeover_state, renounce_takeover_state, takeover_state_of
+from tests.worlds.loopback import several_addresses
+
+pytestmark = several_addresses
 
 OWN = "127.0.0.3"
 HEAD = "127.0.0.2"

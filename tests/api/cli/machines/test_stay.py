@@ -26,6 +26,7 @@ from satchel.cluster.node_keeper import find_keeper
 from satchel.cluster.trust.invitations import Invitation, remember
 from satchel.cluster.trust.members import Member, Members
 from satchel.cluster.trust.takeover_state import TakeoverState, keep_takeover_state
+from tests.worlds.loopback import several_addresses
 
 INVITATION = Invitation("10.0.0.1:6379", "f" * 43, "s" * 32)
 MAC1 = Node(name="mac1", address="127.0.0.1")
@@ -158,6 +159,7 @@ def test_a_machine_that_has_lost_its_cluster_joins_again_until_it_leaves(world: 
     assert said.count("Joining") == 1, "how it joins is shown once"
 
 
+@several_addresses
 def test_a_cluster_that_is_led_elsewhere_is_found_by_those_who_may_lead_it(world: World, join_server: str):
     """At the same port, and recognised by the key in the lost head's takeover state."""
     port = join_server.rpartition(":")[2]
@@ -234,6 +236,7 @@ def test_a_home_has_one_keeper(world: World):
     assert "Leaving" in world.heard()
 
 
+@several_addresses
 def test_a_machine_keeps_its_name_and_its_address_while_it_has_it(tmp_path: Path):
     home = Home(tmp_path)
     prepare_home(home)
