@@ -511,6 +511,8 @@ def _render(
     if request.agent_continue and (before := past.messages or request.opening):
         before = transcript_taken(before, pictures, request.left_out) if model.omits_unseen else before
         messages, media = _appended(before, messages, media)
+    if not messages:
+        raise InvalidRequest("messages: there must be one before the answer that is to be continued", param="messages")
     if unseen := kinds_not_taken(pictures) if model.omits_unseen else ():
         messages = without_unseen(messages, request.left_out, unseen)
     if pictures is not None and pictures.audio is None:
