@@ -199,6 +199,7 @@ class PreparedPrompt:
             detokenizer,
             stops=options.stop,
             stop_tokens=options.stop_token_ids,
+            min_tokens=options.min_tokens,
             keeps_stop=options.include_stop_str_in_output,
             special_tokens=not options.skip_special_tokens,
             logprobs=options.logprobs is not None,
