@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import environment
-from .errors import NotRunning
+from .config.config import Config, load_config
+from .errors import ConfigError, NotRunning
 from .home import Home, read_json
 from .patches import init_ray, reread_ray_settings
 from .processes import ProcessMark
@@ -98,6 +99,14 @@ def last_cluster(home: Home) -> ClusterRecord:
         return ClusterRecord(**former, **data)
     except TypeError:
         raise NotRunning(f"{home.cluster_file} was written by another version of Satchel; {_ADVICE}") from None
+
+
+def served_config(home: Home) -> Config | None:
+    """Returns the config of the server that runs on this home; None if none runs, or another machine leads."""
+    try:
+        return None if find_cluster(home).joined else load_config(home.served_config_file)
+    except (NotRunning, ConfigError):
+        return None
 
 
 def connect_ray(record: ClusterRecord, *, outlives: bool = False) -> None:

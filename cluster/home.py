@@ -30,6 +30,11 @@ class Home:
         return self.run / "cluster.json"
 
     @property
+    def served_config_file(self) -> Path:
+        """The config of the server that runs on this home; absent while none runs."""
+        return self.run / "config.json"
+
+    @property
     def lock_file(self) -> Path:
         """Locked (flock) by the server that uses this home; holds its process id."""
         return self.run / "lock"

@@ -52,6 +52,9 @@ FAILED_S = 30.0
 SAVED_S = 2.0
 """How often a running batch's counts are saved."""
 
+_WITHOUT_EFFECT = ("stream", "stream_options", "background")
+"""Fields of a request that say how its client waits for the answer. A batch waits for it whole."""
+
 
 @dataclass
 class _Run:
@@ -215,7 +218,8 @@ class BatchRunner:
 
     async def _ask(self, record: BatchRecord, request_id: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Returns status and body of an answer. Raises `SatchelError`."""
-        data = json.dumps({**body, "stream": False, "priority": IDLE_PRIORITY}).encode()
+        asked = {name: value for name, value in body.items() if name not in _WITHOUT_EFFECT}
+        data = json.dumps({**asked, "priority": IDLE_PRIORITY}).encode()
         told = False
 
         async def receive() -> dict[str, Any]:

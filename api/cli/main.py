@@ -174,17 +174,24 @@ def doctor(
         Optional[str],  # noqa: UP045
         typer.Option("--model", metavar="SOURCE", help="The model to measure: a Hub id, a folder, a configured name."),
     ] = None,
-    config: ConfigOption = None,
+    config: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            "--config", metavar="FILE", help="A YAML file; without one, what the running server of this home has."
+        ),
+    ] = None,
     port: PortOption = None,
     listen: ListenOption = None,
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
     """Check this machine; exit code 1 if something must be fixed. --report also measures a model, for minutes."""
+    from ...cluster.connection import served_config
     from .views import show_doctor
 
-    chosen = Choice(config=config, port=port, listen=listen).read()
-    show_doctor(chosen, chosen_home(home), as_json=json, report=report, file=file, model=model)
+    chosen, place = Choice(config=config, port=port, listen=listen), chosen_home(home)
+    served = served_config(place) if chosen == Choice() else None
+    show_doctor(served or chosen.read(), place, as_json=json, report=report, file=file, model=model)
 
 
 def main() -> None:

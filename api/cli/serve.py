@@ -7,6 +7,7 @@ SIGTERM; they are replaced as soon as they are installed.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -15,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import FrameType, MappingProxyType
 from typing import NoReturn, Protocol
 
@@ -142,6 +143,7 @@ class StartUp(threading.Thread):
         # absolute paths.
         located = replace(self._config, models=tuple(map(located_model, self._config.models)))
         self._cluster.lead_with(takeover_state_of(self._home, located))
+        write_private(self._home.served_config_file, json.dumps(asdict(located), indent=2, default=str) + "\n")
         deployment = deploy(self._config, report=self._progress.report)
         if self.launcher is not None:
             self._progress.report("Waiting for the other nodes", None)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...cluster.config.config import Config
-from ...cluster.errors import ConfigError, NotRunning, SatchelError
+from ...cluster.errors import ConfigError, InvalidRequest, NotRunning, SatchelError
 from ...cluster.home import Home
 from .endpoint import FoundEndpoint, find_endpoint
 from .tables import NameTable, duration, names_line, size, state_line, table
@@ -497,3 +497,19 @@ def get_json(session: httpx.Client, path: str, *, also: tuple[int, ...] = ()) ->
         return response.json()
     except ValueError:
         raise SatchelError(f"the endpoint's answer to {path} is not JSON") from None
+
+
+def named_model(session: httpx.Client, name: str | None) -> dict[str, Any]:
+    """Returns what `/v1/models` says of the model that has this name or alias; of the first one without a name.
+
+    Raises:
+        SatchelError: no model is served yet.
+        InvalidRequest: none has the name. The endpoint might answer it with another model.
+    """
+    models: list[dict[str, Any]] = get_json(session, "/v1/models")["data"]
+    if not models:
+        raise SatchelError("the endpoint serves no model yet")
+    for each in models:
+        if name is None or name in (each["id"], *each["aliases"]):
+            return each
+    raise InvalidRequest(f"no model {name} is served; there are: {', '.join(each['id'] for each in models)}")

@@ -199,6 +199,7 @@ class PreparedPrompt:
             detokenizer,
             stops=options.stop,
             stop_tokens=options.stop_token_ids,
+            min_tokens=options.min_tokens,
             keeps_stop=options.include_stop_str_in_output,
             special_tokens=not options.skip_special_tokens,
             logprobs=options.logprobs is not None,
@@ -511,6 +512,8 @@ def _render(
     if request.agent_continue and (before := past.messages or request.opening):
         before = transcript_taken(before, pictures, request.left_out) if model.omits_unseen else before
         messages, media = _appended(before, messages, media)
+    if not messages:
+        raise InvalidRequest("messages: there must be one before the answer that is to be continued", param="messages")
     if unseen := kinds_not_taken(pictures) if model.omits_unseen else ():
         messages = without_unseen(messages, request.left_out, unseen)
     if pictures is not None and pictures.audio is None:

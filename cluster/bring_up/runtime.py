@@ -66,6 +66,7 @@ def clean_up_after_killed_run(home: Home) -> None:
             shutil.rmtree(folder, ignore_errors=True)
     home.session_file.unlink(missing_ok=True)
     home.cluster_file.unlink(missing_ok=True)
+    home.served_config_file.unlink(missing_ok=True)
 
 
 class LocalCluster:
@@ -245,6 +246,7 @@ class LocalCluster:
                 shutil.rmtree(self._private_dir, ignore_errors=True)
             if self._lock.is_held:
                 self._home.cluster_file.unlink(missing_ok=True)
+                self._home.served_config_file.unlink(missing_ok=True)
                 self._home.session_file.unlink(missing_ok=True)
             self._record = None
             self._lock.release()

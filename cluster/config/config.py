@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, JsonValue, TypeAdapter, ValidationE
 from pydantic.dataclasses import dataclass as validated
 
 from ..errors import ConfigError
-from .key_hints import key_hint
+from .config_errors import told
 from .media import Media
 from .nodes import Device, Node, host_port
 from .stages import Split
@@ -401,13 +401,6 @@ class Config:
         return self.timeouts.replication_s if self.replication_wait == "strict" else self.replication_wait
 
 
-def _where(location: tuple[int | str, ...]) -> str:
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    return path or "(top level)"
-
-
 def parse_config(data: Any, *, source: str = "config") -> Config:
     """Builds the tree from plain data.
 
@@ -560,9 +553,9 @@ def _validated(kind: type[T], data: Any, source: str) -> T:
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-        details = [f"{_where(e['loc'])}: {e['msg']}{key_hint(kind, e['type'], e['loc'])}" for e in errors]
-        raise ConfigError(f"{source}: " + "; ".join(details), param=_where(errors[0]["loc"])) from None
+        wrong = told(kind, error.errors(include_url=False))
+        details = "; ".join(f"{where}: {what}" for where, what in wrong)
+        raise ConfigError(f"{source}: {details}", param=wrong[0][0]) from None
 
 
 def load_config(path: Path) -> Config:

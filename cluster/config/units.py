@@ -41,7 +41,7 @@ def _parse_seconds(value: Any) -> Any:
 
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
 Count = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 StrictOrSeconds = Annotated[Literal["strict"] | Seconds, BeforeValidator(_parse_seconds)]
 """`strict`, or a time: 1.5 or 1.5s."""
 

@@ -5,13 +5,16 @@ import socket
 import stat
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 
 from satchel.cluster.bring_up.ports import check_port_free, free_port
 from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
-from satchel.cluster.connection import find_cluster
+from satchel.cluster.config.config import parse_config
+from satchel.cluster.connection import find_cluster, served_config
 from satchel.cluster.errors import ClusterError, HomeInUse, NotRunning, PortInUse
 from satchel.cluster.home import Home, HomeLock, ensure_token, prepare_home, read_json, write_private_json
 from satchel.cluster.processes import ProcessMark, UnixSession, end_session
@@ -80,6 +83,18 @@ def test_a_cluster_that_is_not_there_is_said_plainly(home: Home) -> None:
     write_private_json(home.cluster_file, {**texts, "pid": 1, "pid_created_s": 1.0, "ray_sid": 1})
     with pytest.raises(NotRunning, match=r"\(process 1\) has died"):
         find_cluster(home)
+
+
+def test_the_config_of_the_running_server_is_found_and_no_other(home: Home) -> None:
+    """So the doctor checks what is served. A node has none of its own, a server that has died no longer."""
+    config = parse_config({"models": [{"name": "m", "source": "a/b"}], "timeouts": {"request_s": 7}})
+    write_private_json(home.served_config_file, asdict(config))
+    assert served_config(home) is None
+    texts = dict.fromkeys(("address", "home", "namespace", "version", "endpoint_url", "temp_dir"), "x")
+    record = {**texts, "pid": os.getpid(), "pid_created_s": psutil.Process().create_time(), "ray_sid": 1}
+    for given, found in (({}, config), ({"joined": True}, None), ({"pid_created_s": 1.0}, None)):
+        write_private_json(home.cluster_file, {**record, **given})
+        assert served_config(home) == found
 
 
 def sleeper() -> subprocess.Popen[bytes]:

@@ -7,6 +7,7 @@ endpoint compiles it to refuse a wrong one at once, and a replica compiles it to
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -170,5 +171,7 @@ def tokenizer_json(tokenizer: Any) -> str:
 
 def _short(error: object) -> str:
     """Returns the first lines of llguidance's message, without the state that it prints behind."""
-    text = str(error).partition("\n<state>")[0].strip()
+    text = re.split("\n<(?:state|non-verbose/)>", str(error))[0].strip()
+    if text == "NoExtensionBias":
+        return "no text can follow this: it only refers to itself, or excludes every text"
     return text if len(text) <= _MESSAGE_CHARACTERS_MAX else text[:_MESSAGE_CHARACTERS_MAX] + "…"

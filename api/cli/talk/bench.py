@@ -18,7 +18,7 @@ from ....cluster.errors import ConfigError, SatchelError
 from ..completing import complete_model
 from ..options import HomeOption, JsonOption, chosen_home
 from ..printing import print_json
-from ..views import client, error_of, get_json
+from ..views import client, error_of, named_model
 
 _SILENCE_S_MAX = 600.0
 _STREAMS_MAX = 64
@@ -47,10 +47,7 @@ def bench(
     """Measure times to the first token and tokens a second of the running server. Other requests slow it down."""
     counts = _counts(streams)
     with client(chosen_home(home), timeout_s=_SILENCE_S_MAX) as session:
-        names = [each["id"] for each in get_json(session, "/v1/models")["data"]]
-        if not names:
-            raise SatchelError("the endpoint serves no model yet")
-        asking = _Asking(session, model or names[0], prompt_tokens, tokens)
+        asking = _Asking(session, named_model(session, model)["id"], prompt_tokens, tokens)
         # Not measured: a first request may compile kernels.
         print("Warming up", file=sys.stderr, flush=True)
         asking.turns(1)

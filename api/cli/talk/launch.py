@@ -20,7 +20,7 @@ from ..completing import complete_model
 from ..endpoint import FoundEndpoint, find_endpoint
 from ..options import HomeOption, JsonOption, chosen_home
 from ..printing import print_json
-from ..views import client_of, get_json
+from ..views import client_of, named_model
 
 _ANSWER_S = 15.0
 _ANSWER_PART = 8
@@ -83,15 +83,11 @@ def launch(
     """Start an agent program that uses the running server."""
     found = find_endpoint(chosen_home(home))
     with client_of(found, timeout_s=_ANSWER_S) as session:
-        # What the files of a model that is not loaded say is unknown.
-        contexts = {each["id"]: each.get("context_length") for each in get_json(session, "/v1/models")["data"]}
-        if not contexts:
-            raise SatchelError("the endpoint serves no model yet")
+        served = named_model(session, model)
         secret = _checked_key(session, key or snapshot().get("SATCHEL_KEY"))
-    chosen = model or next(iter(contexts))
-    if chosen not in contexts:
-        raise InvalidRequest(f"no model {chosen} is served; there are: {', '.join(contexts)}")
-    made = launched(program, found, chosen, secret, arguments or [], contexts[chosen])
+    # What the files of a model that is not loaded say is unknown.
+    context = served.get("context_length")
+    made = launched(program, found, model or served["id"], secret, arguments or [], context)
     if json:
         described = {"program": program.value, "command": made.command, "environment": made.environment}
         print_json(described)

@@ -45,6 +45,7 @@ class SequenceText:
         reasoning, stops, calls: the stages of the text's pipeline; None and () for none.
         harmony: replaces `reasoning` for models of that format; if `calls` is given, it contains this stage.
         stop_tokens: tokens that end the sequence without being text, besides the model's own end tokens.
+        min_tokens: a stop string counts only if it ends in the text of a later token.
         keeps_stop: whether the stop string or token that ends the sequence stays in its text.
         special_tokens: whether special tokens except end tokens become text.
         logprobs: whether events carry logprobs; `add` needs them then.
@@ -66,6 +67,7 @@ class SequenceText:
         calls: CallStage | None = None,
         harmony: HarmonySplitter | None = None,
         stop_tokens: Sequence[int] = (),
+        min_tokens: int = 0,
         keeps_stop: bool = False,
         special_tokens: bool = False,
         logprobs: bool = False,
@@ -83,6 +85,7 @@ class SequenceText:
         self._prelude = prelude
         self._reasoning = reasoning
         self._stops = StopMatcher(stops, keeps=keeps_stop) if stops else None
+        self._min_tokens = min_tokens
         self._splitter = calls
         self._harmony = harmony
         stages = (reasoning, self._stops, calls) if harmony is None else (calls or harmony, self._stops)
@@ -123,6 +126,8 @@ class SequenceText:
             if self.stopped:
                 break
             self.tokens += 1
+            if self._stops is not None:
+                self._stops.waits = self.tokens <= self._min_tokens
             self._ended_by_token = token in self._stop_tokens
             thinking = self._thinking
             if not self._hidden(token):

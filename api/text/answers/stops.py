@@ -16,12 +16,17 @@ class StopMatcher:
 
     Args:
         keeps: whether the stop string that is found stays in the text.
+
+    Attributes:
+        waits: while it is true, stop strings that end in the text are no matches.
     """
 
     def __init__(self, stops: Iterable[str], *, keeps: bool = False) -> None:
         self._stops = tuple(stops)
         self._keeps = keeps
         self._held = ""
+        self._passed = 0
+        self.waits = False
         self.matched = False
         self.found: str | None = None
 
@@ -30,7 +35,9 @@ class StopMatcher:
         if self.matched:
             return []
         buffer = self._held + text
-        matches = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        if self.waits:
+            self._passed = len(buffer)
+        matches = [(at + len(stop), at) for stop in self._stops if (at := self._find(buffer, stop)) >= 0]
         if matches:
             self.matched = True
             end, cut = min(matches)
@@ -39,7 +46,12 @@ class StopMatcher:
         else:
             cut = len(buffer) - longest_held(buffer, self._stops)
             self._held = buffer[cut:]
+            self._passed = max(0, self._passed - cut)
         return [buffer[:cut]] if cut else []
+
+    def _find(self, buffer: str, stop: str) -> int:
+        """Returns where the first `stop` begins that ends behind the text that was passed; -1 for none."""
+        return buffer.find(stop, max(0, self._passed - len(stop) + 1))
 
     def flush(self) -> list[str]:
         """Returns the text that was held back as a possible beginning of a stop string."""

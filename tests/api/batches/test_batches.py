@@ -316,3 +316,22 @@ async def test_other_routes_have_batches_too(endpoint: Endpoint, backend: FakeBa
                 client, batch.error_file_id
             )
             assert batch.usage.output_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/responses", {"input": "a", "background": True}),
+        ("/v1/completions", {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}),
+    ],
+)
+async def test_a_batch_has_whole_answers_however_its_requests_would_wait(
+    endpoint: Endpoint, backend: FakeBackend, url: str, body: dict[str, Any]
+):
+    """Of a background response it would else have only that it is queued."""
+    backend.say("Yes.")
+    request = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "satchel/tiny", **body}}
+    async with endpoint.running() as client:
+        batch = await ended(client, (await begin(client, json.dumps(request), endpoint=url)).id)
+        assert batch.request_counts.completed == 1
+        assert "Yes." in json.dumps((await results(client, batch.output_file_id))["a"]["body"])

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 
+import httpx
+
+from satchel.api.cli.views import named_model
+
 from ..conftest import Served
 
 
@@ -24,6 +28,18 @@ async def test_prompts_have_the_lengths_that_were_asked_for(served: Served) -> N
 async def test_a_table_for_people(served: Served) -> None:
     text = await served.says("bench", "--prompt", "10", "--tokens", "2", "--streams", "2")
     assert "satchel/tiny: prompts of 10 tokens, answers of 2" in text and "first token" in text
+
+
+async def test_a_model_that_is_not_served_is_not_measured(served: Served) -> None:
+    """The endpoint may answer an unknown name with its first model."""
+    assert await served.refuses("bench", "--model", "nope") == "no model nope is served; there are: satchel/tiny, other"
+
+
+def test_a_model_is_found_by_its_alias_too() -> None:
+    listed = [{"id": "a", "aliases": []}, {"id": "b", "aliases": ["gpt-4o"]}]
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"data": listed}))
+    with httpx.Client(transport=transport, base_url="http://localhost") as session:
+        assert [named_model(session, name)["id"] for name in (None, "a", "gpt-4o")] == ["a", "a", "b"]
 
 
 async def test_wrong_numbers_of_streams_are_refused(served: Served) -> None:

@@ -300,6 +300,7 @@ async def test_the_official_client_parses_what_it_asked_for(world: World):
 # Refusals.
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs.json", ": no text can follow this"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
         "response_format.json_schema.name",

@@ -180,6 +180,14 @@ async def test_an_answer_that_is_begun_is_continued(messages, backend):
     assert backend.prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes, ")
 
 
+async def test_an_answer_cannot_be_continued_before_any_message(messages):
+    """The error says what is missing, not what the chat template raises."""
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "assistant", "content": "Yes, "}]}
+    for route in ("/v1/messages", "/v1/messages/count_tokens"):
+        response = await messages.client.post(route, json=body)
+        assert response.status_code == 400 and "there must be one before" in response.json()["error"]["message"]
+
+
 async def test_an_answer_that_is_begun_has_been_thought_about(messages, thinker):
     thinker.say("of course.")
     begun = [*HELLO, {"role": "assistant", "content": "Yes, "}]

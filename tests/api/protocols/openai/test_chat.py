@@ -145,6 +145,19 @@ async def test_a_stop_string_cuts_the_answer_and_stops_the_sequence(api, backend
     assert backend.generations[0].aborts == 1
 
 
+async def test_a_stop_string_counts_only_if_it_ends_behind_min_tokens(api, backend, text):
+    """As the model's own end does: the first one that ends in the text of a later token cuts the answer."""
+    said, stops = "a STOP b STOPSTOP.", ["STOP", "PST"]
+    tokens = text.tokenizer.encode(said)
+    backend.say(said, step=2)
+    for least in range(len(tokens)):
+        passed = len(text.tokenizer.decode(tokens[:least]))
+        ends = [(at + len(stop), at) for stop in stops for at in range(len(said)) if said.startswith(stop, at)]
+        expected = said[: min((end for end in ends if end[0] > passed), default=(0, len(said)))[1]]
+        choice = (await api.chat(stop=stops, min_tokens=least)).json()["choices"][0]
+        assert choice["message"]["content"] == expected, least
+
+
 async def test_held_back_text_comes_out_at_the_end(api, backend):
     backend.say("one ST")
     assert (await api.chat(stop="STOP")).json()["choices"][0]["message"]["content"] == "one ST"
