@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +17,7 @@ from ...actors.rpc.client import Call
 from ...actors.rpc.local import NearActor
 from ...cluster.config.config import Config
 from ...cluster.detached import DetachedTasks
-from ...cluster.errors import NoAnswer, NoReplica
+from ...cluster.errors import ActorSilent, NoAnswer, NoReplica
 from ..requests.loading import Loading
 from .connection import ReplicaConnection
 from .locator import AgentLocator
@@ -78,7 +80,7 @@ class Routing:
     async def decide(self, message: RouteRequest) -> Decision:
         """Returns the router's decision. Raises as `route`."""
         try:
-            decision = await self.router.route(message)
+            decision = await self._decided(message)
         except NoAnswer as error:
             raise NoReplica(error.message, retry_after_s=error.retry_after_s) from error
         self._model_ids[message.model, message.adapter] = decision.model_ids
@@ -86,6 +88,20 @@ class Routing:
             # The replica has not reported its node yet.
             decision = replace(decision, node=await self.placed_on(decision.replica))
         return decision
+
+    async def _decided(self, message: RouteRequest) -> Decision:
+        """As `decide`. A router whose process has ended starts again in seconds, and a moment later it has heard of all
+        replicas: so long the request waits, and clients see nothing of it."""
+        timing, ends, was_away = self.config.timing, None, False
+        while True:
+            try:
+                return await self.router.route(message)
+            except (NoAnswer, NoReplica) as error:
+                was_away = was_away or not isinstance(error, NoReplica | ActorSilent)
+                ends = ends or time.monotonic() + timing.answer_s
+                if not was_away or time.monotonic() > ends:
+                    raise
+            await asyncio.sleep(timing.retry_s)
 
     async def load_again(self, model: str, loading: Loading) -> bool | None:
         """Waits until a model that comes and goes is loaded, after no replica took a request for it.

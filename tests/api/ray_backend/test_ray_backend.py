@@ -234,6 +234,34 @@ async def test_a_decision_is_explained_with_its_node(world: World) -> None:
     assert await world.backend.explain("t") is None
 
 
+async def test_a_request_waits_for_a_router_that_starts_again(world: World) -> None:
+    """Until it has heard of the replicas. If there are none without that, it does not wait."""
+    world.backend.config = world.backend.routing.config = replace(world.backend.config, timing=Timing(retry_s=0.01))
+    answers: list[Any] = [NoReplica("no replica answers now")]
+    world.restart(route=lambda request: answers.pop(0))
+    with pytest.raises(NoReplica):
+        await world.backend.routing.route(REQUEST, [], "")
+    assert not answers
+    gone = RayActorError()
+
+    def route(request: bytes) -> Any:
+        answer = answers.pop(0)
+        if answer is gone:
+            raise gone
+        return answer
+
+    answers += [gone, gone, NoReplica("no replica answers now"), Decision("m-1", "why", node="mac1")]
+    world.restart(route=route)
+    assert (await world.backend.routing.route(REQUEST, [], "")).replica == "m-1" and not answers
+
+
+async def test_a_router_that_stays_away_is_an_error_in_time(world: World) -> None:
+    timing = Timing(retry_s=0.01, answer_s=0.1)
+    world.backend.config = world.backend.routing.config = replace(world.backend.config, timing=timing)
+    with pytest.raises(NoReplica, match="the router does not answer now"):
+        await world.backend.routing.route(REQUEST, [], "")
+
+
 async def test_a_router_that_hangs_is_an_error_in_time(world: World) -> None:
     world.backend.config = replace(world.backend.config, timing=Timing(answer_s=0.5))
     world.restart(explain=Never, nodes=Never)
