@@ -205,6 +205,7 @@ class Cluster:
             await self._pool.load(pooled, Loading(), report)
             return pooled
         await load_model(model, self.config, report or _say_nothing, _check_text)
+        self._backend.routing.served.refresh()
         return model.name
 
     load_sync = blocking(load)

@@ -112,8 +112,9 @@ class Desk:
         if text.startswith("satchel up "):
             self.environment["SATCHEL_HOME"] = self.background = str(self.folder / "home")
             text += f" --port {free_port()}"
+        sets = text.startswith("eval ")
         ended = subprocess.run(
-            ["bash", "-c", text],
+            ["bash", "-c", f"{text} && env -0" if sets else text],
             cwd=self.folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -122,6 +123,9 @@ class Desk:
             timeout=300,
         )
         assert ended.returncode == 0, f"{text}\n{ended.stdout}{ended.stderr}"
+        if sets:
+            # The next commands have what it exports: a reader types all of them into one shell.
+            self.environment = dict(pair.split("=", 1) for pair in ended.stdout.split("\0") if pair)
         if text.startswith("satchel down"):
             self.environment["SATCHEL_HOME"], self.background = str(self.home), None
         if command.output is not None:

@@ -92,8 +92,9 @@ async function choose(id) {
 async function listModels() {
   try {
     const { data } = await get("/v1/models");
-    const chatting = data.filter(({ architecture: { input_modalities: reads, output_modalities: writes } }) =>
-      reads.includes("text") && writes.includes("text"));
+    // What a model reads and writes is unknown until it was loaded once.
+    const chatting = data.filter(({ architecture: known }) =>
+      !known || (known.input_modalities.includes("text") && known.output_modalities.includes("text")));
     $("chat-model").replaceChildren(...chatting.map(({ id }) => el("option", {}, id)));
     showModel();
     const { data: agents } = await get("/v1/agents?limit=100");

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from satchel.actors.protocol import registry
 from satchel.actors.protocol.registry import ServedEntry
 from satchel.actors.protocol.replica_messages import ModelInfo
+from satchel.api.client import cluster
 from satchel.api.ray_backend import served
 from satchel.api.ray_backend.routing import Routing
 from satchel.api.ray_backend.served import ServedModels
@@ -168,6 +171,24 @@ async def test_a_reading_that_began_before_a_change_does_not_show_it(world: Worl
     go_on.set()
     await first
     assert [entry.model.name for entry in await world.models.entries()] == ["b"]
+
+
+async def test_a_handle_that_has_loaded_a_model_finds_it_at_once(world: World, monkeypatch: pytest.MonkeyPatch):
+    async def pooled(name: str) -> None:
+        return None
+
+    async def load_model(model: Model, *_: object) -> None:
+        world.entries = (entry(1, A), entry(2, model))
+
+    monkeypatch.setattr(cluster, "load_model", load_model)
+    world.entries = (entry(1, A),)
+    assert [entry.model.name for entry in await world.models.entries()] == ["a"]
+    routing = SimpleNamespace(served=world.models)
+    handle: Any = SimpleNamespace(
+        config=default_config(), _pool=SimpleNamespace(pooled=pooled), _backend=SimpleNamespace(routing=routing)
+    )
+    name = await inspect.unwrap(cluster.Cluster.load)(handle, "embedded:recall")
+    assert [entry.model.name for entry in await world.models.entries()] == ["a", name]
 
 
 async def test_without_the_control_store_what_was_read_last_counts(world: World):

@@ -322,8 +322,8 @@ import asyncio, os, signal
 from satchel.actors import start
 from satchel.cluster.config.timing import Timing
 class Hasty(start.ReplicaActor):
-    def __init__(self, *args):
-        super().__init__(*args[:-1], Timing(unwanted_s=2.0))
+    def __init__(self, name, model, scheduling, node, timing, *more):
+        super().__init__(name, model, scheduling, node, Timing(unwanted_s=2.0), *more)
 start.ReplicaActor = Hasty
 def die(what, fraction):
     os.kill(os.getpid(), signal.SIGKILL)
