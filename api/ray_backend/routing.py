@@ -90,16 +90,19 @@ class Routing:
         return decision
 
     async def _decided(self, message: RouteRequest) -> Decision:
-        """As `decide`. A router whose process has ended starts again in seconds, and a moment later it has heard of all
-        replicas: so long the request waits, and clients see nothing of it."""
-        timing, ends, was_away = self.config.timing, None, False
+        """As `decide`. The router hears of a replica that is ready with its next report, and a router whose process has
+        ended starts again in seconds: so long the request waits, and clients see nothing of it."""
+        timing, began = self.config.timing, time.monotonic()
+        waits_s = 2 * timing.report_s
         while True:
             try:
                 return await self.router.route(message)
             except (NoAnswer, NoReplica) as error:
-                was_away = was_away or not isinstance(error, NoReplica | ActorSilent)
-                ends = ends or time.monotonic() + timing.answer_s
-                if not was_away or time.monotonic() > ends:
+                if isinstance(error, ActorSilent):
+                    raise
+                if isinstance(error, NoAnswer):
+                    waits_s = timing.answer_s
+                if time.monotonic() - began > waits_s:
                     raise
             await asyncio.sleep(timing.retry_s)
 

@@ -235,13 +235,17 @@ async def test_a_decision_is_explained_with_its_node(world: World) -> None:
 
 
 async def test_a_request_waits_for_a_router_that_starts_again(world: World) -> None:
-    """Until it has heard of the replicas. If there are none without that, it does not wait."""
-    world.backend.config = world.backend.routing.config = replace(world.backend.config, timing=Timing(retry_s=0.01))
-    answers: list[Any] = [NoReplica("no replica answers now")]
+    """Until it has heard of the replicas, and for as long as two reports take also if it was not away."""
+    timing = Timing(retry_s=0.01, report_s=0.05)
+    world.backend.config = world.backend.routing.config = replace(world.backend.config, timing=timing)
+    answers: list[Any] = [NoReplica("no replica answers now"), Decision("m-1", "why", node="mac1")]
     world.restart(route=lambda request: answers.pop(0))
+    assert (await world.backend.routing.route(REQUEST, [], "")).replica == "m-1"
+    asked: list[bytes] = []
+    world.restart(route=lambda request: asked.append(request) or NoReplica("no replica answers now"))
     with pytest.raises(NoReplica):
         await world.backend.routing.route(REQUEST, [], "")
-    assert not answers
+    assert len(asked) > 2
     gone = RayActorError()
 
     def route(request: bytes) -> Any:
