@@ -197,7 +197,8 @@ class DiskTier:
     ) -> None:
         self.counters = DiskCounters()
         self.others: Brings | None = None
-        self._rate = ReadRate()
+        # Of all reads, and of those for sequences that were alone: beside others the pool takes blocks between steps.
+        self._rate, self._rate_alone = ReadRate(), ReadRate()
         self.saved: OrderedDict[bytes, None] = OrderedDict()
         self._spec = spec
         self._model = model_id
@@ -371,13 +372,16 @@ class DiskTier:
             where = found.blocks
             self._forget_saved(ids[hot + len(where) :])
             same = _with_tokens(where, prompt.tokens[hot * BLOCK_TOKENS :])
-            if is_slow(self._rate.seconds(sum(each.nbytes for each in same)), len(same), prompt.tokens_per_s):
+            read_s = self._rate_alone.seconds(sum(each.nbytes for each in same))
+            if is_slow(read_s, len(same), prompt.tokens_per_s):
                 used = len(same)
                 return None
             started = time.perf_counter()
             blocks = self._read_blocks(session, same, failures, adopt)
             used = len(blocks)
-            self._rate.note(sum(kept.nbytes for _, kept in blocks), time.perf_counter() - started)
+            took_s = time.perf_counter() - started
+            for rate in (self._rate, self._rate_alone) if prompt.tokens_per_s else (self._rate,):
+                rate.note(sum(kept.nbytes for _, kept in blocks), took_s)
             if len(blocks) == len(where):
                 more = hot_tokens - (hot + len(blocks)) * BLOCK_TOKENS
                 ends = [tail.location for tail in found.tails if tail.tokens > more]
