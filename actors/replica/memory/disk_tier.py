@@ -261,7 +261,8 @@ class DiskTier:
         self._queue.put(job)
 
     def load(self, prompt: Prompt, hot_tokens: int, adopt: Adopt) -> Restored | None:
-        """Reads a prompt's KV beyond its first `hot_tokens` tokens; None if there is nothing, or reading fails.
+        """Reads a prompt's KV beyond its first `hot_tokens` tokens; None if there is nothing, reading fails, or takes
+        longer than to compute it.
 
         Args:
             adopt: as for `read_blocks`.
@@ -380,8 +381,9 @@ class DiskTier:
             blocks = self._read_blocks(session, same, failures, adopt)
             used = len(blocks)
             took_s = time.perf_counter() - started
-            for rate in (self._rate, self._rate_alone) if prompt.tokens_per_s else (self._rate,):
-                rate.note(sum(kept.nbytes for _, kept in blocks), took_s)
+            self._rate.note(sum(kept.nbytes for _, kept in blocks), took_s)
+            if prompt.tokens_per_s:
+                self._rate_alone.note(sum(each.nbytes for each in same[:used]), took_s)
             if len(blocks) == len(where):
                 more = hot_tokens - (hot + len(blocks)) * BLOCK_TOKENS
                 ends = [tail.location for tail in found.tails if tail.tokens > more]
