@@ -43,8 +43,8 @@ SECRET_S = 3.0
 ADDRESS_S = 5.0
 """How long an actor may take to say where it listens."""
 
-STRANGERS_MAX = 16
-"""The most connections that have not shown it."""
+STRANGERS_MAX = 64
+"""The most connections that have not shown it. Threads of all processes of a machine may connect at once."""
 
 MESSAGE_BYTES_MAX = 2**30
 

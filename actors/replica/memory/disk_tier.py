@@ -376,6 +376,7 @@ class DiskTier:
             read_s = self._rate_alone.seconds(sum(each.nbytes for each in same))
             if is_slow(read_s, len(same), prompt.tokens_per_s):
                 used = len(same)
+                logger.info("request %s is computed: reading its KV would take %.2f s", prompt.request_id, read_s)
                 return None
             started = time.perf_counter()
             blocks = self._read_blocks(session, same, failures, adopt)
