@@ -62,20 +62,21 @@ class ReadRate:
         self._nbytes_max = 0
 
     @property
-    def _lasts(self) -> bool:
+    def lasts(self) -> bool:
+        """Whether the last read was not long ago."""
         return time.monotonic() - self._noted_at < RATE_LASTS_S
 
     def note(self, nbytes: int, seconds: float) -> None:
         """Notes a read, unless it was empty."""
         if nbytes:
             rate = nbytes / max(seconds, 1e-6)
-            self.bytes_per_s += (RATE_WEIGHT if self._lasts else 1.0) * (rate - self.bytes_per_s)
-            self._nbytes_max = max(nbytes, self._nbytes_max if self._lasts else 0)
+            self.bytes_per_s += (RATE_WEIGHT if self.bytes_per_s else 1.0) * (rate - self.bytes_per_s)
+            self._nbytes_max = max(nbytes, self._nbytes_max)
             self._noted_at = time.monotonic()
 
     def seconds(self, nbytes: int) -> float:
         """Returns how long reading so many bytes takes; 0 if no read of late says that."""
-        known = self._lasts and nbytes <= RATE_GROWTH * self._nbytes_max
+        known = self.lasts and nbytes <= RATE_GROWTH * self._nbytes_max
         return nbytes / self.bytes_per_s if known else 0.0
 
 

@@ -384,6 +384,8 @@ class DiskTier:
             took_s = time.perf_counter() - started
             self._rate.note(sum(kept.nbytes for _, kept in blocks), took_s)
             if prompt.tokens_per_s:
+                if not self._rate_alone.lasts:
+                    self._rate_alone = ReadRate()
                 self._rate_alone.note(sum(each.nbytes for each in same[:used]), took_s)
             if len(blocks) == len(where):
                 more = hot_tokens - (hot + len(blocks)) * BLOCK_TOKENS
