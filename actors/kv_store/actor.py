@@ -76,7 +76,8 @@ class KVStoreActor:
         memory = open_memory(config, given.folder if given else default_home().kv)
         peers = given.peers if given else RayPeers(node.name, config.timing)
         self.services = StoreServices(config, node, memory, peers, given.cluster_key if given else cluster_key())
-        self._near = LocalServer(self, *NEAR, *NEAR_DISK)
+        # A turn that its endpoint has sent is kept, though the endpoint ends.
+        self._near = LocalServer(self, *NEAR, *NEAR_DISK, ends_calls=False)
         self.services.share_blocks()
         if given is None:
             self._watch(node.name, default_home().kv, config.timing.heartbeat_s)

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...cluster.detached import detached
+from ...cluster.detached import DetachedTasks, detached
 from ...cluster.trust.strangers import Strangers
 from .client import UNANSWERED, ActorRef, this_machine
 from .codec import decode, encode_call
@@ -43,8 +43,8 @@ SECRET_S = 3.0
 ADDRESS_S = 5.0
 """How long an actor may take to say where it listens."""
 
-STRANGERS_MAX = 16
-"""The most connections that have not shown it."""
+STRANGERS_MAX = 64
+"""The most connections that have not shown it. Threads of all processes of a machine may connect at once."""
 
 MESSAGE_BYTES_MAX = 2**30
 
@@ -87,13 +87,20 @@ class LocalServer:
         actor: its methods take and return bytes.
         ahead: of the methods that are asked ahead, what takes a message's call, and where its answer goes and the next
             ones, until there are `AHEAD` of them. It runs on the event loop and returns at once.
+        ends_calls: whether calls are cancelled when their connection ends. If not, they go on, as calls through Ray do.
     """
 
     def __init__(
-        self, actor: Any, *methods: str, ahead: Mapping[str, Callable[[bytes, Answers], None]] | None = None
+        self,
+        actor: Any,
+        *methods: str,
+        ahead: Mapping[str, Callable[[bytes, Answers], None]] | None = None,
+        ends_calls: bool = True,
     ) -> None:
         self.methods: dict[str, Callable[[bytes], Awaitable[bytes]]] = {name: getattr(actor, name) for name in methods}
         self.ahead = dict(ahead or {})
+        self.ends_calls = ends_calls
+        self.answering = DetachedTasks()
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.strangers: Strangers[_Served] = Strangers(STRANGERS_MAX)
         self._server: asyncio.Server | None = None
@@ -134,8 +141,9 @@ class _Served(Messages):
         self._ends.cancel()
         self._writer.close()
         self._server.strangers.remove(self)
-        for task in self._answering:
-            task.cancel()
+        if self._server.ends_calls:
+            for task in self._answering:
+                task.cancel()
 
     def resume_writing(self) -> None:
         self._writer.note_written()
@@ -162,7 +170,7 @@ class _Served(Messages):
             self.abort()
             return
         # Ray would take it for a part of the call in which the server was started.
-        task = detached(self._answer(number, method(call)))
+        task = self._server.answering.begin(self._answer(number, method(call)))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 

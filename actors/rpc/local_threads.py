@@ -12,36 +12,36 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from .client import UNANSWERED, ActorRef, this_machine
 from .codec import decode, encode_call
-from .local import LOOPBACK, LocalAddress
+from .local import LOOPBACK, MESSAGE_BYTES_MAX, LocalAddress
 from .messages import HEAD, framed
 
 logger = logging.getLogger(__name__)
-
-ADDRESS_S = 1.0
-"""How long an actor may take to say where it listens. The call that asks waits meanwhile."""
 
 
 class NearActorOfThreads(ActorRef):
     """An actor whose calls take the short way if it is on this machine and a thread waits for them. Those of event
     loops go through Ray.
 
-    A connection that ends is a `NoAnswer`, and the next call asks Ray for the actor.
+    No call waits until it is known where the actor listens: until then they go through Ray too. A connection that ends
+    is a `NoAnswer`, and the next call asks Ray for the actor.
     """
 
     unanswered_by = (*UNANSWERED, OSError)
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        # One thread at a time asks where the actor listens.
+        # Guards the rest; only held briefly.
         self._finding = threading.Lock()
+        self._asked: Future[Any] | None = None
         self._connections: Connections | None = None
         self._is_far = False
 
@@ -49,31 +49,38 @@ class NearActorOfThreads(ActorRef):
         with self._finding:
             if self._handle is None or (self._connections is not None and self._connections.lost):
                 # The actor's process may be another one now.
-                self._handle, self._is_far = None, False
-                self.close()
-            handle = self.find_handle()
+                self._handle, self._asked, self._is_far = None, None, False
+                self._hang_up()
+        handle = self.find_handle()
+        with self._finding:
             if self._connections is None and not self._is_far:
                 self._open(handle)
             return handle if self._connections is None else _Near(handle, self._connections)
 
     def _open(self, handle: Any) -> None:
         try:
-            answer = super().answer(handle.local_address.remote(encode_call([])), ADDRESS_S)
-            at = decode(LocalAddress, answer)
-        except UNANSWERED as error:
-            # If it is starting, or busy, the next call asks again.
-            self._is_far = isinstance(error, RayTaskError | AttributeError | ValueError)
+            asked = self._asked or handle.local_address.remote(encode_call([])).future()
+            self._asked = asked
+            if not asked.done():
+                return
+            at = decode(LocalAddress, asked.result())
+            self._connections = Connections(at) if at.machine == this_machine() else None
+            self._is_far = self._connections is None
+        except Exception as error:
+            # If it is starting, or has ended, the next call asks again.
+            self._asked = None
+            self._is_far = isinstance(error, RayTaskError) or not isinstance(error, RayError)
             logger.debug("%s is not reached without Ray: %s", self.name, error)
-            return
-        if at.machine == this_machine():
-            self._connections = Connections(at)
-        self._is_far = self._connections is None
 
     def answer(self, sent: Any, timeout_s: float) -> Any:
         return sent(timeout_s) if isinstance(sent, partial) else super().answer(sent, timeout_s)
 
     def close(self) -> None:
         """Ends the connections. Later calls open others."""
+        with self._finding:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
         if self._connections is not None:
             self._connections.close()
             self._connections = None
@@ -139,6 +146,8 @@ class Connections:
             connection.settimeout(max(1e-3, ends - time.monotonic()))
             connection.sendall(call_of)
             length, _ = HEAD.unpack(_read(connection, HEAD.size, ends))
+            if length > MESSAGE_BYTES_MAX:
+                raise ConnectionAbortedError("the answer is too long")
             answer = bytes(_read(connection, length, ends))
         except BaseException:
             connection.close()

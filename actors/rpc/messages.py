@@ -15,8 +15,7 @@ HEAD = struct.Struct(">II")
 
 def framed(number: int, *parts: bytes) -> bytes:
     """Returns a message as it is on the connection."""
-    body = b"".join(parts)
-    return HEAD.pack(len(body), number) + body
+    return b"".join((HEAD.pack(sum(map(len, parts)), number), *parts))
 
 
 class Messages(asyncio.Protocol):

@@ -84,7 +84,9 @@ class PrefillLoop:
             self._scheduler.await_restore(request_id, hot)
             sequence.span.restore()
             alone = self._scheduler.running == 1 and not self._scheduler.waiting
-            self._restores.begin(sequence, hot, self.pace.tokens_per_s, alone=alone)
+            # Pictures whose KV is on the disk are not encoded, and may have come without pixels.
+            may_compute = alone and not sequence.request.media
+            self._restores.begin(sequence, hot, self.pace.tokens_per_s, may_compute=may_compute)
         else:
             self._open(request_id)
 

@@ -37,6 +37,10 @@ RATE_WEIGHT = 0.3
 RATE_LASTS_S = 60.0
 """After so long without a read nobody knows how fast the disk is: what made it slow may be over."""
 
+RATE_GROWTH = 4
+"""A read says nothing about one of more than so many times its bytes: opening files, and waiting for the pool, take a
+short one's time."""
+
 SLOW, SLOW_S = 1.5, 0.05
 """KV is computed again if reading it would take so many times as long, and so many seconds longer. Computing takes
 longer than its rate says if there is much before it."""
@@ -55,17 +59,24 @@ class ReadRate:
     def __init__(self) -> None:
         self.bytes_per_s = 0.0
         self._noted_at = -inf
+        self._nbytes_max = 0
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the last read was not long ago."""
+        return time.monotonic() - self._noted_at < RATE_LASTS_S
 
     def note(self, nbytes: int, seconds: float) -> None:
         """Notes a read, unless it was empty."""
         if nbytes:
             rate = nbytes / max(seconds, 1e-6)
             self.bytes_per_s += (RATE_WEIGHT if self.bytes_per_s else 1.0) * (rate - self.bytes_per_s)
+            self._nbytes_max = max(nbytes, self._nbytes_max)
             self._noted_at = time.monotonic()
 
     def seconds(self, nbytes: int) -> float:
-        """Returns how long reading so many bytes takes; 0 if that is not known."""
-        known = self.bytes_per_s and time.monotonic() - self._noted_at < RATE_LASTS_S
+        """Returns how long reading so many bytes takes; 0 if no read of late says that."""
+        known = self.lasts and nbytes <= RATE_GROWTH * self._nbytes_max
         return nbytes / self.bytes_per_s if known else 0.0
 
 

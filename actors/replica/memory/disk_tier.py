@@ -197,7 +197,8 @@ class DiskTier:
     ) -> None:
         self.counters = DiskCounters()
         self.others: Brings | None = None
-        self._rate = ReadRate()
+        # Of all reads, and of those for sequences that were alone: beside others the pool takes blocks between steps.
+        self._rate, self._rate_alone = ReadRate(), ReadRate()
         self.saved: OrderedDict[bytes, None] = OrderedDict()
         self._spec = spec
         self._model = model_id
@@ -260,7 +261,8 @@ class DiskTier:
         self._queue.put(job)
 
     def load(self, prompt: Prompt, hot_tokens: int, adopt: Adopt) -> Restored | None:
-        """Reads a prompt's KV beyond its first `hot_tokens` tokens; None if there is nothing, or reading fails.
+        """Reads a prompt's KV beyond its first `hot_tokens` tokens; None if there is nothing, reading fails, or takes
+        longer than to compute it.
 
         Args:
             adopt: as for `read_blocks`.
@@ -371,13 +373,20 @@ class DiskTier:
             where = found.blocks
             self._forget_saved(ids[hot + len(where) :])
             same = _with_tokens(where, prompt.tokens[hot * BLOCK_TOKENS :])
-            if is_slow(self._rate.seconds(sum(each.nbytes for each in same)), len(same), prompt.tokens_per_s):
+            read_s = self._rate_alone.seconds(sum(each.nbytes for each in same))
+            if is_slow(read_s, len(same), prompt.tokens_per_s):
                 used = len(same)
+                logger.info("request %s is computed: reading its KV would take %.2f s", prompt.request_id, read_s)
                 return None
             started = time.perf_counter()
             blocks = self._read_blocks(session, same, failures, adopt)
             used = len(blocks)
-            self._rate.note(sum(kept.nbytes for _, kept in blocks), time.perf_counter() - started)
+            took_s = time.perf_counter() - started
+            self._rate.note(sum(kept.nbytes for _, kept in blocks), took_s)
+            if prompt.tokens_per_s:
+                if not self._rate_alone.lasts:
+                    self._rate_alone = ReadRate()
+                self._rate_alone.note(sum(each.nbytes for each in same[:used]), took_s)
             if len(blocks) == len(where):
                 more = hot_tokens - (hot + len(blocks)) * BLOCK_TOKENS
                 ends = [tail.location for tail in found.tails if tail.tokens > more]

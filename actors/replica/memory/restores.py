@@ -112,18 +112,18 @@ class Restores:
             len(working) == READS_MAX and all(now - since > self.wait_s_max for since in working)
         )
 
-    def begin(self, sequence: Sequence, hot: int, tokens_per_s: float, *, alone: bool = False) -> None:
+    def begin(self, sequence: Sequence, hot: int, tokens_per_s: float, *, may_compute: bool = False) -> None:
         """Queues a sequence to be read back.
 
         Args:
             hot: how many of its first tokens memory has.
             tokens_per_s: the prefill rate; 0 if unknown.
-            alone: whether computing it delays nobody, so that it is computed if that is faster.
+            may_compute: whether it is computed if that is faster: it delays nobody, and needs nothing but tokens.
         """
         request = sequence.request
         # Copies, because the sequence may leave, and its tokens may change.
         ids, tokens = list(sequence.ids), list(sequence.tokens)
-        faster = tokens_per_s if alone else 0.0
+        faster = tokens_per_s if may_compute else 0.0
         prompt = replace(Prompt.of(request), ids=ids, tokens=tokens, tokens_per_s=faster)
         compute_s = (len(prompt.tokens) - hot) / tokens_per_s if tokens_per_s else self.wait_s_max
         wait_s = max(READ_WAIT_S_MIN, 2 * compute_s)

@@ -198,6 +198,36 @@ async def test_a_connection_that_ends_is_no_answer_and_ray_is_asked_again(replic
     assert ray.called[4:] == ["next_frame", "local_address"]
 
 
+@pytest.mark.parametrize("ends_calls", [True, False])
+async def test_a_call_whose_connection_ends_is_cancelled_or_goes_on(replica: Replica, ray: ByRay, ends_calls: bool):
+    """An endpoint that has sent a turn may end before it is kept."""
+    replica.server = LocalServer(replica, "next_frame", ends_calls=ends_calls)
+    client, begun, go_on, ended = await near(), asyncio.Event(), asyncio.Event(), asyncio.Event()
+    how: list[str] = []
+
+    async def answering(number: int) -> None:
+        begun.set()
+        try:
+            await go_on.wait()
+            how.append("done")
+        except asyncio.CancelledError:
+            how.append("cancelled")
+            raise
+        finally:
+            ended.set()
+
+    replica.answering = answering
+    waiting = asyncio.ensure_future(client.next_frame("c", 1))
+    await begun.wait()
+    client.actor.close()
+    with pytest.raises(NoAnswer):
+        await waiting
+    await asyncio.sleep(0.01)
+    go_on.set()
+    await ended.wait()
+    assert how == ["cancelled" if ends_calls else "done"]
+
+
 async def test_calls_that_look_for_the_actor_at_once_share_a_connection(
     replica: Replica, ray: ByRay, monkeypatch: pytest.MonkeyPatch
 ):

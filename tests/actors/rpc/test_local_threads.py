@@ -6,16 +6,18 @@ import asyncio
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.rpc import client as calls
 from satchel.actors.rpc import local, local_threads
 from satchel.actors.rpc.local import LocalAddress, LocalServer
 from satchel.actors.rpc.local_threads import NearActorOfThreads
+from satchel.actors.rpc.messages import HEAD
 from satchel.actors.rpc.shell import answers
 from satchel.cluster.config.timing import USUAL
 from satchel.cluster.errors import ActorLost, ActorSilent, DiskFull, NoAnswer
@@ -88,7 +90,15 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 
 def near() -> StoreClient:
-    return StoreClient("mac0", USUAL, kind=NearActorOfThreads)
+    """Returns a client that knows where the store listens."""
+    client = StoreClient("mac0", USUAL, kind=NearActorOfThreads)
+    client.actor.find()
+    asked(client).result(20)
+    return client
+
+
+def asked(client: StoreClient) -> Future[bytes]:
+    return client.actor._asked  # type: ignore[attr-defined]
 
 
 def touch(client: StoreClient, *chain: bytes, owner: str = "") -> list[bytes] | None:
@@ -147,7 +157,7 @@ def test_an_actor_that_ended_is_looked_up_again(store: Store, monkeypatch: pytes
     (connection,) = client.actor._connections._free  # type: ignore[attr-defined]
     connection.shutdown(socket.SHUT_RDWR)
     assert touch(client, b"a") == [b"a"]
-    assert store.by_ray == ["local_address", "local_address"]
+    assert store.by_ray.count("local_address") == 2
 
 
 def test_a_connection_that_ends_is_no_answer(store: Store):
@@ -164,7 +174,7 @@ def test_a_connection_that_ends_is_no_answer(store: Store):
         asked.join()
     assert not isinstance(failed.value, ActorLost | ActorSilent), "only Ray knows whether the process has ended"
     assert touch(client, b"a") == [b"a"]
-    assert store.by_ray == ["local_address", "local_address"]
+    assert store.by_ray.count("local_address") == 2
 
 
 def test_on_another_machine_it_is_called_through_ray(store: Store, monkeypatch: pytest.MonkeyPatch):
@@ -174,7 +184,8 @@ def test_on_another_machine_it_is_called_through_ray(store: Store, monkeypatch: 
     assert store.by_ray == ["local_address", "disk_touch", "disk_touch"]
 
 
-def test_a_busy_actor_is_asked_again_where_it_listens(store: Store, monkeypatch: pytest.MonkeyPatch):
+def test_no_call_waits_until_an_actor_says_where_it_listens(store: Store, monkeypatch: pytest.MonkeyPatch):
+    """It is asked once."""
     listens, ready = store.server.address, asyncio.Event()
 
     async def address() -> LocalAddress:
@@ -182,16 +193,45 @@ def test_a_busy_actor_is_asked_again_where_it_listens(store: Store, monkeypatch:
         return await listens()
 
     monkeypatch.setattr(store.server, "address", address)
-    monkeypatch.setattr(local_threads, "ADDRESS_S", 0.05)
-    client = near()
-    assert touch(client, b"a") == [b"a"]
+    client = StoreClient("mac0", USUAL, kind=NearActorOfThreads)
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(lambda name: touch(client, name), [b"1", b"2", b"3"])] == [[b"1"], [b"2"], [b"3"]]
     store.loop.call_soon_threadsafe(ready.set)
-    monkeypatch.setattr(local_threads, "ADDRESS_S", 20.0)
+    asked(client).result(20)
     assert touch(client, b"a") == [b"a"]
-    assert store.by_ray == ["local_address", "disk_touch", "local_address"]
+    assert sorted(store.by_ray) == ["disk_touch", "disk_touch", "disk_touch", "local_address"]
+
+
+def test_an_actor_that_was_starting_is_asked_again(store: Store, monkeypatch: pytest.MonkeyPatch):
+    starting: Future[bytes] = Future()
+    starting.set_exception(ActorUnavailableError("starting", None))
+    client = StoreClient("mac0", USUAL, kind=NearActorOfThreads)
+    client.actor.find_handle()
+    client.actor._asked = starting  # type: ignore[attr-defined]
+    assert touch(client, b"a") == [b"a"]
+    client.actor.find()
+    asked(client).result(20)
+    assert touch(client, b"b") == [b"b"]
+    assert store.by_ray == ["disk_touch", "local_address"]
+
+
+def test_an_answer_of_a_stranger_that_has_the_port_now_takes_no_memory(store: Store):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        at = LocalAddress("here", server.getsockname()[1], b"secret", ["disk_touch"])
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            connection.sendall(HEAD.pack(2**32 - 1, 0))
+            connection.recv(1)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with pytest.raises(ConnectionError):
+            local_threads.Connections(at).ask("disk_touch", b"", 20.0)
+        answering.join()
 
 
 async def test_event_loops_go_through_ray(store: Store):
-    client = near()
+    client = await asyncio.to_thread(near)
     handle = await client.actor.find_aside()
     assert type(handle) is ByRay

@@ -16,7 +16,7 @@ from PIL import Image
 
 from satchel.actors.kv_store.agents.claims import Branch, Claims
 from satchel.actors.model_files.media.processors import PictureProcessor
-from satchel.actors.protocol.block_ids import root_id
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS, root_id
 from satchel.actors.protocol.media_ids import media_key, media_tokens, picture_hash
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.actors.replica.execution.loaded_model import LoadedModel
@@ -396,6 +396,28 @@ def test_a_sequence_has_what_was_read_back_for_it_however_little_is_kept(
         bench.submit("moved", [5, *prompt], media=moved, agent=AGENT)
         bench.drain()
         assert bench.sequences["moved"].finish == "length" and not bench.refused and gate.calls == 3
+    finally:
+        node.store.close()
+
+
+def test_a_picture_whose_kv_is_on_a_slow_disk_is_not_encoded_again(
+    seeing: tuple[LoadedModel, Path], gate: Gate, tmp_path: Path
+):
+    """It came without pixels."""
+    gate.opened.set()
+    loaded, folder = seeing
+    shown, media = asked(folder, "coral")
+    prompt, node = [*shown, *range(100, 400)], Node(tmp_path)
+    try:
+        bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node.client)))
+        bench.run("cold", prompt, media=media, agent=AGENT)
+        write_down(bench, disk)
+        node.restart()
+        bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node.client)))
+        bench.run("other", list(range(100, 700)))
+        disk._rate_alone.note(10**9, 1e9)
+        again = bench.run("again", prompt, media=[replace(one, pixels=[]) for one in media], agent=AGENT)
+        assert again.finish == "length" and (again.cached or 0) >= BLOCK_TOKENS and gate.calls == 1
     finally:
         node.store.close()
 

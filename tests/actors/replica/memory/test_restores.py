@@ -292,7 +292,7 @@ def test_an_engine_that_nobody_has_any_more_leaves_no_threads(loaded: LoadedMode
     assert not any(thread.is_alive() for thread in own)
 
 
-@pytest.mark.parametrize("why", ["alone", "beside another", "long ago", "not by much"])
+@pytest.mark.parametrize("why", ["alone", "beside another", "not by much", "slow beside others only"])
 def test_what_a_slow_disk_has_is_computed_if_that_is_faster_and_delays_nobody(
     loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch, why: str
 ):
@@ -306,9 +306,7 @@ def test_what_a_slow_disk_has_is_computed_if_that_is_faster_and_delays_nobody(
     bench.run("other", prompt_of(600, seed=9), max_tokens=1)
     monkeypatch.setattr(disk_reading, "SLOW", 1e9 if why == "not by much" else 1.0)
     # A byte a second.
-    disk._rate.note(10, 10.0)
-    if why == "long ago":
-        monkeypatch.setattr(disk_reading, "RATE_LASTS_S", 0.0)
+    (disk._rate if why == "slow beside others only" else disk._rate_alone).note(10**9, 1e9)
     if why == "beside another":
         bench.submit("beside", prompt_of(300, seed=8), max_tokens=1)
     again = bench.run("again", [*prompt, 7], agent=AGENT, max_tokens=1)
@@ -316,3 +314,16 @@ def test_what_a_slow_disk_has_is_computed_if_that_is_faster_and_delays_nobody(
     bench.drain()
     write_down(bench, disk)
     assert disk.counters.written_blocks <= 1, "only a tail is new"
+
+
+def test_what_was_read_long_ago_or_is_far_smaller_says_nothing_about_a_read(monkeypatch: pytest.MonkeyPatch):
+    rate, now = disk_reading.ReadRate(), [0.0]
+    monkeypatch.setattr(disk_reading.time, "monotonic", lambda: now[0])
+    assert rate.seconds(1) == 0
+    rate.note(1000, 10.0)
+    assert [rate.seconds(nbytes) for nbytes in (10, 4000, 4001)] == [0.1, 40.0, 0.0]
+    rate.note(10, 0.1)
+    assert rate.seconds(4000) == 40.0
+    now[0] += disk_reading.RATE_LASTS_S
+    rate.note(0, 5.0)
+    assert rate.seconds(10) == 0 and not rate.lasts and rate.bytes_per_s == 100.0
