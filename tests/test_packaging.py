@@ -211,7 +211,8 @@ def test_python_finds_satchel_where_macos_hides_the_environment(tmp_path: Path):
         path.write_text(f'#!/bin/sh\necho {path.name} "$@"\n')
         path.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["make", "serve", "UV=/bin/sh"]
+    # The tests themselves are run by make, which else says which folder it enters.
+    command = ["make", "--no-print-directory", "serve", "UV=/bin/sh"]
     made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     shown, served = made.stdout.splitlines()
     assert shown == f"chflags nohidden {places[2]}" and served.startswith("satchel serve"), made.stderr

@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.protocol.router_messages import Decision, RouteRequest
 from satchel.api.client.cluster import Cluster, connect
+from satchel.api.pipeline.generation import Generator
+from satchel.api.ray_backend.dispatch import RayBackend
 from satchel.cluster.bring_up.ports import free_port
 
 from ..parts import Budget, ResultTable, Say, median
@@ -62,10 +64,12 @@ class Forced:
     def __init__(self, cluster: Cluster) -> None:
         self.decisions: dict[str, Decision] = {}
         self._cluster = cluster
-        self._backend: Any = vars(cluster)["_generator"].backend
-        self._route: Route = self._backend.decide
+        generator: Generator = vars(cluster)["_generator"]
+        backend = generator.backend
+        assert isinstance(backend, RayBackend)
+        self._route: Route = backend.routing.decide
         self.ways: dict[str, tuple[str, str]] = {}
-        self._backend.decide = self._decide
+        backend.routing.decide = self._decide
         self._replicas = {stats.node: stats.replica for stats in self.stats()}
 
     def stats(self) -> list[Any]:
