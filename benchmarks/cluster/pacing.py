@@ -78,7 +78,7 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         executor: Any = vars(module)["BatchExecutor"]
-        executor.prefill = _lasting(executor.prefill, self._prefill_s)
+        executor.prefill, executor.time_next = _timed(_lasting(executor.prefill, self._prefill_s))
         executor.step = _lasting(executor.step, self._step_s)
 
     def _prefill_s(self, ready: None, work: Sequence[tuple[str, Sequence[int]]]) -> float:
@@ -86,6 +86,22 @@ class _Loader(Loader):
 
     def _step_s(self, ready: Sequence[object]) -> float:
         return self._pace.step_s + self._pace.row_s * len(ready)
+
+
+def _timed(prefill: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """Returns the prefill and the `time_next` of an executor whose replica is told how long all of a prefill lasts."""
+    notes: list[Callable[[int, float], object]] = []
+
+    def time_next(executor: Any, note: Callable[[int, float], object]) -> None:
+        notes[:] = [note]
+
+    def timed(executor: Any, work: Sequence[tuple[str, Sequence[int]]]) -> None:
+        began = time.perf_counter()
+        prefill(executor, work)
+        if notes:
+            notes.pop()(sum(len(tokens) for _, tokens in work), time.perf_counter() - began)
+
+    return timed, time_next
 
 
 def _lasting(method: Callable[..., Any], seconds: Callable[..., float]) -> Callable[..., Any]:

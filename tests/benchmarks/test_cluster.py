@@ -94,9 +94,13 @@ def test_an_uneven_node_computes_as_long_as_its_pace_says(tmp_path: Path, monkey
     )
     pacing.install(pacing.Pace(0.01, 0.02, 0.03))
     executor = importlib.import_module("paced_executor").BatchExecutor()
+    told: list[tuple[int, float]] = []
+    executor.time_next(lambda *what: told.append(what))
     began = time.perf_counter()
     executor.prefill([("a", [1, 2, 3]), ("b", [4])])
     between = time.perf_counter()
+    ((tokens, seconds),) = told
+    assert tokens == 4 and 0.04 <= seconds <= between - began, "so the replica measures the pace"
     assert executor.step() == ["a", "b"]
     assert between - began >= 0.04 and time.perf_counter() - between >= 0.08
     monkeypatch.delitem(sys.modules, "paced_executor")
