@@ -121,8 +121,7 @@ async def test_sixteen_parallel_agents_each_get_their_own_code_back(deployment: 
 
         results = await asyncio.gather(*(agent(index) for index in range(16)))
     assert [right for right, _ in results] == [True] * 16
-    # The memory of a first turn is short: if its replica is the busier one, the other may be the faster one.
-    assert sum(len(replicas) == 1 for _, replicas in results) >= 12, "an agent returns to its replica"
+    assert all(len(replicas) == 1 for _, replicas in results), "an agent returns to its replica"
     assert len(set().union(*(replicas for _, replicas in results))) == 2, "agents spread"
 
 
