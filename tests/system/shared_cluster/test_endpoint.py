@@ -105,23 +105,26 @@ def test_a_tool_is_called_and_its_result_told(client: OpenAI):
 async def test_sixteen_parallel_agents_each_get_their_own_code_back(deployment: Deployment):
     async with AsyncOpenAI(base_url=f"{deployment.url}/v1", api_key="unused", max_retries=0) as client:
 
-        async def agent(index: int) -> tuple[bool, set[str]]:
+        async def agent(index: int) -> tuple[bool, dict[str, str]]:
             name, code = f"agent{'abcdefghijklmnop'[index]}", f"{1000 + index * 397}"
             messages: list[Any] = []
-            replicas = set()
+            # With the id of a request there.
+            replicas: dict[str, str] = {}
             for text in (f"Remember: the code of {name} is {code}.", f"What is the code of {name}?"):
                 messages.append(user(text))
                 answer = await client.chat.completions.with_raw_response.create(
                     model=MODEL, messages=messages, temperature=0, extra_headers={"X-Agent-ID": f"parallel-{index}"}
                 )
-                replicas.add(answer.headers["x-satchel-replica"])
+                replicas[answer.headers["x-satchel-replica"]] = answer.headers["x-request-id"]
                 content = answer.parse().choices[0].message.content or ""
                 messages.append({"role": "assistant", "content": content})
             return content == f"The code of {name} is {code}.", replicas
 
         results = await asyncio.gather(*(agent(index) for index in range(16)))
+        moved = [id for _, replicas in results if len(replicas) > 1 for id in replicas.values()]
+        why = [await client.get(f"/cluster/decisions/{id}", cast_to=dict[str, Any]) for id in moved]
     assert [right for right, _ in results] == [True] * 16
-    assert all(len(replicas) == 1 for _, replicas in results), "an agent returns to its replica"
+    assert all(len(replicas) == 1 for _, replicas in results), f"an agent returns to its replica: {why}"
     assert len(set().union(*(replicas for _, replicas in results))) == 2, "agents spread"
 
 
