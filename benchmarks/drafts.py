@@ -34,6 +34,18 @@ EDITS = (
     "Rewrite this file with a one-line docstring for every function. Answer with the whole file and nothing else.",
     "Rename one variable of this file to a better name. Answer with the whole file and nothing else.",
 )
+FILES = (
+    "kv_store/disk/changes.py",
+    "kv_store/disk/leases.py",
+    "protocol/group_clients.py",
+    "replica/adapters/adapters.py",
+    "replica/energy_pace.py",
+    "replica/kv/query_pieces.py",
+    "replica/scheduling/limits.py",
+    "router/energy.py",
+)
+"""Under `actors`: of 360 to 620 tokens, so that a model repeats nearly all of a file within its answer."""
+
 STORIES = (
     "Write a story of a lighthouse keeper who finds a letter. Do not repeat yourself.",
     "Explain how a sailing boat can go against the wind, to somebody who has never seen one.",
@@ -155,7 +167,7 @@ def measure(run: Run, rounds: int, width: int | None, depth: int | None) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=str(models.EMBEDDED / "recall"))
-    parser.add_argument("--files", nargs="*", type=Path, default=[Path("actors/replica/scheduling/limits.py")])
+    parser.add_argument("--files", nargs="*", type=Path, default=[Path("actors", name) for name in FILES])
     parser.add_argument("--streams", type=int, default=1, help="how many answers at once")
     parser.add_argument("--tokens", type=int, default=400, help="the most tokens of an answer")
     parser.add_argument("--rounds", type=int, default=1)
