@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.draft_model import load_draft_model
+from satchel.cluster.environment import default_home, mlx_settings
 
 EDITS = (
     "Rewrite this file with a one-line docstring for every function. Answer with the whole file and nothing else.",
@@ -182,6 +184,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.exact and (given.width or given.depth):
         parser.error("--exact is of no use with --width or --depth")
+    # As servers set it; MLX reads it once it computes.
+    os.environ.update(mlx_settings(default_home()))
     loaded = models.load(
         given.model,
         dtype=given.dtype,

@@ -505,6 +505,8 @@ class ReplicaActor:
         self._jobs.take_up(engine, folder)
 
     def _note_progress(self, what: str, fraction: float | None) -> None:
+        if what != self._loading.what:
+            logger.info("%s: %s", self._name, what)
         self._loading.what, self._loading.fraction = what, fraction
 
     def _send(self, updates: dict[str, list[SequenceUpdate]]) -> None:

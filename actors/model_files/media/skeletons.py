@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 _PARTS = ("text", "vision", "perceiver", "projector", "audio")
 
 
@@ -19,7 +17,7 @@ class Skeleton:
     """A vision model as mlx-vlm builds it from its config."""
 
     def __init__(self, folder: Path) -> None:
-        # Imported only now: it takes a second.
+        # Imported only now: it takes a second. So is MLX: most processes that know processors compute nothing.
         from mlx_vlm.utils import get_model_and_args, load_config, update_module_configs
 
         config = load_config(folder)
@@ -35,6 +33,8 @@ class Skeleton:
         Args:
             given: the encoder's inputs, as its processor makes them, by name.
         """
+        import mlx.core as mx
+
         inputs = {name: value if isinstance(value, mx.array) else mx.array(value) for name, value in given.items()}
         prompt = mx.array([ids])
         made = self._model.get_input_embeddings(
