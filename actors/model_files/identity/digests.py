@@ -15,10 +15,11 @@ import hashlib
 import json
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,8 @@ system's clock, unnoticed: its digest is not cached."""
 
 SHOWN_BYTES_MIN = 256 * 2**20
 """Reading fewer bytes is too short to show progress."""
+
+SHOWN_EVERY_S = 0.2
 
 LOCK_WAIT_S = 600.0
 """How long to wait for another process that reads the same files; then they are read twice."""
@@ -88,7 +91,46 @@ def digest_files(
     Raises:
         ModelLoadError: a file cannot be read, or is changed while it is read.
     """
-    found = {name: _facts(path) for name, path in paths.items()}
+    return _digests(_facts_of(paths), kept, progress, now_ns)
+
+
+@contextmanager
+def digests_meanwhile(
+    paths: Mapping[str, Path], kept: Path | None, progress: Callable[[float], None]
+) -> Iterator[Callable[[], dict[str, FileDigest]]]:
+    """A context in which files are hashed while they are loaded: both read a file at the same time, the second from the
+    system's cache. It gives a function that waits for the digests, with `progress`, and returns or raises what
+    `digest_files` does. If the context ends with an error, hashing ends too."""
+    # Before anything is loaded: a file that changes while that goes on has other facts afterwards.
+    found = _facts_of(paths)
+    reached, unwanted = [0.0], threading.Event()
+
+    def note(fraction: float) -> None:
+        reached[0] = fraction
+        if unwanted.is_set():
+            raise CancelledError
+
+    with ThreadPoolExecutor(1, "digests") as pool:
+        future = pool.submit(_digests, found, kept, note)
+
+        def digests() -> dict[str, FileDigest]:
+            while wait([future], SHOWN_EVERY_S).not_done:
+                progress(reached[0])
+            return future.result()
+
+        try:
+            yield digests
+        except BaseException:
+            unwanted.set()
+            raise
+
+
+def _digests(
+    found: Mapping[str, tuple[Path, Facts]],
+    kept: Path | None,
+    progress: Callable[[float], None],
+    now_ns: Callable[[], int] = time.time_ns,
+) -> dict[str, FileDigest]:
     known = _known(found, _read(kept))
     if len(known) < len(found):
         with _alone(kept):
@@ -100,7 +142,7 @@ def digest_files(
             settled = [each for each, is_settled in read.values() if is_settled]
             if settled:
                 _write(kept, entries, [*known.values()], settled)
-    return {name: known[name] for name in paths}
+    return {name: known[name] for name in found}
 
 
 def check_unchanged(digests: Mapping[str, FileDigest], paths: Mapping[str, Path]) -> None:
@@ -113,6 +155,10 @@ def check_unchanged(digests: Mapping[str, FileDigest], paths: Mapping[str, Path]
         known = digests[name]
         if _facts(path) != (known.path, known.facts):
             raise _changed(path)
+
+
+def _facts_of(paths: Mapping[str, Path]) -> dict[str, tuple[Path, Facts]]:
+    return {name: _facts(path) for name, path in paths.items()}
 
 
 def _facts(path: Path) -> tuple[Path, Facts]:
@@ -161,8 +207,9 @@ def _hash(path: Path, facts: Facts, pool: ThreadPoolExecutor) -> Iterator[tuple[
                 for (start, end), future in zip(spans, futures, strict=True):
                     yield end - start, future.result()
             finally:
-                # All reads must end before the descriptor is closed: its number may then be another file's.
-                for future in futures:
+                # All reads must end before the descriptor is closed: its number may then be another file's. The last is
+                # cancelled first: otherwise each would begin while the one before it is waited for.
+                for future in reversed(futures):
                     if not future.cancel():
                         future.exception()
             if Facts.of(os.fstat(descriptor)) != facts or Facts.of(path.stat()) != facts:

@@ -19,7 +19,7 @@ from ....cluster.environment import default_home
 from ....cluster.errors import ModelLoadError, NoRoom
 from ...model_files.context import context_length
 from ...model_files.foreign_code import refuse_model_file
-from ...model_files.identity.digests import check_unchanged, digest_files
+from ...model_files.identity.digests import check_unchanged, digests_meanwhile
 from ...model_files.identity.model_identity import ModelIdentity
 from ...model_files.identity.model_parts import ModelPart, identity_of
 from ...model_files.source import Progress, first_sentence, read_json, resolve
@@ -220,28 +220,30 @@ def load_part(
     files = read_weight_files(folder)
     ahead = kernels_ahead.begin(config, files, pick_dtype(dtype), kv, shares=part.shares, whole=False)
     paths = files_of(folder)
-    digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
-    try:
-        opened = open_lazily(folder)
-        if (chosen := pick_dtype(dtype)) is not None:
-            # Before it is divided, so that what stands in for other parts has the same type.
-            opened.whole.set_dtype(chosen)
-        part.cut(opened)
-        if ahead is not None:
-            ahead.opened(opened.language)
-        own = opened.whole if part.leads else opened.language
-        _check_memory(own, claim)
-        told = partial(progress, f"loading {source}")
-        kept = prepare_weights(own, None, weights, told, memory_bytes_max)
-        model = part.model()
-        caches = model.make_cache()
-        states = model(mx.array([[0, 0]], mx.uint32), cache=caches)
-        mx.eval(states, [cache.state for cache in caches])
-    except NoRoom:
-        raise
-    except (Exception, SystemExit) as error:
-        why = error.message if isinstance(error, ModelLoadError) else first_sentence(error)
-        raise ModelLoadError(f"{part.words} of {source} cannot be loaded: {why}") from error
+    what = f"checking the files of {source}"
+    with digests_meanwhile(paths, digests, lambda fraction: progress(what, fraction)) as digests_of:
+        try:
+            opened = open_lazily(folder)
+            if (chosen := pick_dtype(dtype)) is not None:
+                # Before it is divided, so that what stands in for other parts has the same type.
+                opened.whole.set_dtype(chosen)
+            part.cut(opened)
+            if ahead is not None:
+                ahead.opened(opened.language)
+            own = opened.whole if part.leads else opened.language
+            _check_memory(own, claim)
+            told = partial(progress, f"loading {source}")
+            kept = prepare_weights(own, None, weights, told, memory_bytes_max)
+            model = part.model()
+            caches = model.make_cache()
+            states = model(mx.array([[0, 0]], mx.uint32), cache=caches)
+            mx.eval(states, [cache.state for cache in caches])
+        except NoRoom:
+            raise
+        except (Exception, SystemExit) as error:
+            why = error.message if isinstance(error, ModelLoadError) else first_sentence(error)
+            raise ModelLoadError(f"{part.words} of {source} cannot be loaded: {why}") from error
+        digested = digests_of()
     check_unchanged(digested, paths)
     spec = with_windows(model, read_spec(caches, 2, POLICIES[kv]))
     installed = any([attention.install(opened.whole), soft_caps.install(opened.whole)])

@@ -17,7 +17,7 @@ from ....cluster.errors import ModelLoadError, NoRoom
 from ...model_files.checkpoints import load_checkpoint
 from ...model_files.context import context_length
 from ...model_files.foreign_code import refuse_model_file
-from ...model_files.identity.digests import check_unchanged, digest_files
+from ...model_files.identity.digests import check_unchanged, digests_meanwhile
 from ...model_files.identity.model_identity import ModelIdentity
 from ...model_files.identity.model_parts import ModelPart
 from ...model_files.media.processors import PictureProcessor, in_words, sight
@@ -145,11 +145,12 @@ def load(
     )
     weight_files = _claimed_weights(how, claim)
     how = replace(how, ahead=_begun_kernels(how, weight_files))
-    # Before loading, which then reads the files from the system's cache if memory allows.
     model_paths = files_of(folder, adapter_folder)
     paths = model_paths | {name: path for each in named for name, path in each.paths.items()}
-    digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
-    running, blind = _started(how)
+    checking = f"checking the files of {source}"
+    with digests_meanwhile(paths, digests, lambda fraction: progress(checking, fraction)) as digests_of:
+        running, blind = _started(how)
+        digested = digests_of()
     check_unchanged(digested, paths)
     files = {name: digested[name].digest.hex() for name in model_paths} | order_of_weights(folder, weight_files)
     context = context_length(running.config, getattr(running.whole, "args", None))

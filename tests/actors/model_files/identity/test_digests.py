@@ -8,11 +8,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from satchel.actors.model_files.identity import digests
-from satchel.actors.model_files.identity.digests import FileDigest, check_unchanged, digest_files
+from satchel.actors.model_files.identity.digests import FileDigest, check_unchanged, digest_files, digests_meanwhile
 from satchel.cluster.errors import ModelLoadError
 
 
@@ -250,6 +251,49 @@ def test_reading_much_is_shown(file: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(digests, "SHOWN_BYTES_MIN", 1)
     digest_files({"a": file, "b": file}, None, shown.append)
     assert shown == [0.2, 0.4, 0.5, 0.7, 0.9, 1.0]
+
+
+def test_files_are_hashed_while_they_are_loaded(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """How far that is is shown once somebody waits for it."""
+    paths, shown, go = {"w": file}, [], threading.Event()
+    hash_piece = digests._hash_piece
+    monkeypatch.setattr(digests, "_hash_piece", lambda *given: (go.wait(), hash_piece(*given))[1])
+    monkeypatch.setattr(digests, "SHOWN_EVERY_S", 0.01)
+
+    def show(fraction: float) -> None:
+        shown.append(fraction)
+        go.set()
+
+    with digests_meanwhile(paths, None, show) as digests_of:
+        assert not shown, "nobody waits"
+        found = digests_of()
+    assert set(shown) == {0.0}
+    assert found == digest_files(paths, None, shown.append)
+
+
+def test_a_file_that_changes_before_it_is_hashed_is_seen(file: Path, monkeypatch: pytest.MonkeyPatch):
+    """It may have been loaded already."""
+    begun = digests._digests
+
+    def late(*given: Any) -> Any:
+        file.write_bytes(b"other")
+        return begun(*given)
+
+    monkeypatch.setattr(digests, "_digests", late)
+    with pytest.raises(ModelLoadError, match="is being changed"), digests_meanwhile({"w": file}, None, print) as found:
+        found()
+
+
+def test_hashing_ends_with_a_load_that_fails(reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    large = tmp_path / "large"
+    large.write_bytes(bytes(100_000))
+    monkeypatch.setattr(digests, "SHOWN_BYTES_MIN", 1)
+    monkeypatch.setattr(digests, "THREADS_MAX", 1)
+    hash_piece = digests._hash_piece
+    monkeypatch.setattr(digests, "_hash_piece", lambda *given: (time.sleep(0.02), hash_piece(*given))[1])
+    with pytest.raises(ModelLoadError, match="no room"), digests_meanwhile({"w": large}, None, print):
+        raise ModelLoadError("no room")
+    assert reader.pieces < 50, "of a hundred"
 
 
 @pytest.mark.parametrize("what", ["nothing", "folder", "loop"])
