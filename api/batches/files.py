@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -22,7 +22,12 @@ from typing import BinaryIO
 from ...cluster.errors import DiskFull, FileNotFound, RequestTooLarge
 from ...cluster.home import replace_private
 
+_NEW = "new-"
 _ID = re.compile(r"file-[0-9a-f]{24}")
+LEFT_S = 600.0
+"""A file that should be gone by then, and that nobody has written to for this long, was left by a process that was
+killed."""
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -89,7 +94,7 @@ class TenantFiles:
         """
         with _told():
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path = self.folder / f"new-{secrets.token_hex(12)}.jsonl.part"
+            path = self.folder / f"{_NEW}{secrets.token_hex(12)}.jsonl.part"
             try:
                 with open(path, "xb", opener=private) as file:
                     yield BoundedFile(file, path, self._bytes_max - self.nbytes)
@@ -154,6 +159,26 @@ def write_json(path: Path, value: object) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def remove_left(folder: Path, now: float) -> None:
+    """Removes what processes that were killed left in a tenant's folder: uploads that are not complete, content without
+    a description, files that were to replace others. Does I/O.
+
+    Args:
+        now: Unix time.
+    """
+    for path in folder.iterdir():
+        content = path.suffix == ".jsonl" and _ID.fullmatch(path.stem) is not None
+        if path.name.startswith((_NEW, ".")) or (content and not path.with_suffix(".json").exists()):
+            remove_if_left(path, now)
+
+
+def remove_if_left(path: Path, now: float) -> None:
+    """Removes a file if nobody has written to it for `LEFT_S`."""
+    with suppress(FileNotFoundError):
+        if now - path.stat().st_mtime > LEFT_S:
+            path.unlink()
 
 
 def _described(path: Path) -> StoredFile | None:
