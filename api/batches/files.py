@@ -67,12 +67,19 @@ class TenantFiles:
         """
         file = _described(self._description(file_id)) if _ID.fullmatch(file_id) else None
         if file is None:
-            raise FileNotFound(f"there is no file {file_id[:100]!r}", param="file_id")
+            raise _missing(file_id)
         return file
 
     def content(self, file_id: str) -> Path:
         """Returns where a file's content is. Raises as `get`."""
         return self._content(self.get(file_id).id)
+
+    def open(self, file_id: str) -> BinaryIO:
+        """Opens a file's content. It can be read to its end, also if the file is removed meanwhile. Raises as `get`."""
+        try:
+            return self.content(file_id).open("rb")
+        except FileNotFoundError:
+            raise _missing(file_id) from None
 
     def delete(self, file_id: str) -> None:
         """Removes a file. Raises as `get`."""
@@ -159,6 +166,10 @@ def write_json(path: Path, value: object) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _missing(file_id: str) -> FileNotFound:
+    return FileNotFound(f"there is no file {file_id[:100]!r}", param="file_id")
 
 
 def remove_left(folder: Path, now: float) -> None:

@@ -161,9 +161,13 @@ class BatchRunner:
 
     async def _run(self, records: BatchRecords, record: BatchRecord) -> None:
         """Runs a batch to its end. Raises `SatchelError` if it fails as a whole."""
-        source = await asyncio.to_thread(self.files(record.tenant).content, record.input_file_id)
+        # Opened once, as the file may be removed at any time.
+        with await asyncio.to_thread(self.files(record.tenant).open, record.input_file_id) as file:
+            await self._run_lines(records, record, file)
+
+    async def _run_lines(self, records: BatchRecords, record: BatchRecord, file: BinaryIO) -> None:
         most = self._config.endpoint.batch_requests_max
-        lines, errors = await asyncio.to_thread(read_lines, source, record.endpoint, most)
+        lines, errors = await asyncio.to_thread(read_lines, file, record.endpoint, most)
         if errors:
             await asyncio.to_thread(records.end, record.now("failed", errors=errors, total=len(lines)))
             return
@@ -175,12 +179,11 @@ class BatchRunner:
             done = await asyncio.to_thread(_resume, run)
             await asyncio.to_thread(records.save, run.record)
             left = iter([line for line in lines if line.custom_id not in done])
-            with source.open("rb") as file:
-                workers = [
-                    asyncio.create_task(self._work(run, left, file))
-                    for _ in range(min(len(lines), self._config.endpoint.batch_requests_at_once))
-                ]
-                ended = await self._wait(run, workers)
+            workers = [
+                asyncio.create_task(self._work(run, left, file))
+                for _ in range(min(len(lines), self._config.endpoint.batch_requests_at_once))
+            ]
+            ended = await self._wait(run, workers)
         await asyncio.to_thread(self._finish, run, ended)
 
     async def _wait(self, run: _Run, workers: list[asyncio.Task[None]]) -> str:

@@ -8,8 +8,9 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import openai
@@ -206,13 +207,11 @@ async def test_a_file_with_a_wrong_line_is_not_run(
     assert [(error.code, error.line) for error in batch.errors.data] == [(code, number)]
 
 
-def test_so_many_requests_and_errors_and_no_more(tmp_path: Path):
-    path = tmp_path / "asked.jsonl"
-    path.write_text("\n".join(line(str(number)) for number in range(5)))
-    lines, errors = read_lines(path, CHAT, 3)
+def test_so_many_requests_and_errors_and_no_more():
+    asked = "\n".join(line(str(number)) for number in range(5))
+    lines, errors = read_lines(BytesIO(asked.encode()), CHAT, 3)
     assert len(lines) == 3 and errors[0]["code"] == "too_many_tasks"
-    path.write_text("{\n" * 500)
-    assert len(read_lines(path, CHAT, 3)[1]) == ERRORS_MAX
+    assert len(read_lines(BytesIO(b"{\n" * 500), CHAT, 3)[1]) == ERRORS_MAX
 
 
 async def test_files_are_listed_described_and_deleted(endpoint: Endpoint):
@@ -356,6 +355,21 @@ async def test_a_batch_that_failed_leaves_no_answers_behind(endpoint: Endpoint, 
         await client.files.delete(batch.input_file_id)
         assert (await ended(client, batch.id)).status == "failed"
     assert {path.suffix for path in folder.glob("batch_*")} == {".json"}
+
+
+async def test_a_batch_whose_file_is_removed_as_it_begins_runs(
+    endpoint: Endpoint, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+):
+    """It has been opened by then, so nothing fails, and the tenant's next batch need not wait."""
+    backend.say("Yes.")
+
+    def removed(file: BinaryIO, *given: Any) -> Any:
+        Path(file.name).unlink()
+        return read_lines(file, *given)
+
+    monkeypatch.setattr(runner, "read_lines", removed)
+    async with endpoint.running() as client:
+        assert (await ended(client, (await begin(client, line("a"))).id)).status == "completed"
 
 
 def test_what_killed_processes_left_is_removed(tmp_path: Path):
