@@ -152,7 +152,7 @@ class BatchRunner:
             await self._run(records, record)
         except SatchelError as error:
             errors = [{"code": error.code, "message": error.message, "param": error.param, "line": None}]
-            await asyncio.to_thread(records.end, record.now("failed", errors=errors))
+            await asyncio.to_thread(_fail, records, record, errors)
         except Exception:
             logger.exception("batch %s stopped, and is tried again", record.id)
             await asyncio.sleep(FAILED_S)
@@ -169,7 +169,7 @@ class BatchRunner:
         most = self._config.endpoint.batch_requests_max
         lines, errors = await asyncio.to_thread(read_lines, file, record.endpoint, most)
         if errors:
-            await asyncio.to_thread(records.end, record.now("failed", errors=errors, total=len(lines)))
+            await asyncio.to_thread(_fail, records, replace(record, total=len(lines)), errors)
             return
         record = replace(record, total=len(lines), completed=0, failed=0, usage={})
         if record.status == "validating":
@@ -292,6 +292,14 @@ class BatchRunner:
                     file_id = files.keep(out.path, f"{record.id}_{name}.jsonl", "batch_output").id
             made[f"{name}_file_id"] = file_id
         records.end(record.now(ended, **made))  # type: ignore[arg-type]
+
+
+def _fail(records: BatchRecords, record: BatchRecord, errors: list[dict[str, Any]]) -> None:
+    """Ends a batch that cannot be run. If it was cancelled before, that is how it ends. Does I/O."""
+    if records.cancel_mark(record.id).exists():
+        records.end(record.now("cancelled"))
+    else:
+        records.end(record.now("failed", errors=errors))
 
 
 def _resume(run: _Run) -> set[str]:

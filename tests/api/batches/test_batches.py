@@ -351,10 +351,23 @@ async def test_a_batch_that_failed_leaves_no_answers_behind(endpoint: Endpoint, 
         # As if the endpoint had been killed before the end, and its client had then removed the input.
         records.save(replace(records.get(batch.id), status="in_progress"))
         records.results(batch.id).write_bytes(b"{}\n")
-        records.cancel_mark(batch.id).touch()
         await client.files.delete(batch.input_file_id)
         assert (await ended(client, batch.id)).status == "failed"
     assert {path.suffix for path in folder.glob("batch_*")} == {".json"}
+
+
+async def test_a_batch_that_was_cancelled_ends_so_though_its_file_is_gone(endpoint: Endpoint, backend: FakeBackend):
+    """It waits for the tenant's batch before it, and its client may clean up meanwhile."""
+    backend.play(asyncio.Event())
+    async with endpoint.running() as client:
+        first, second = await begin(client, line("a")), await begin(client, line("b"))
+        await client.batches.cancel(second.id)
+        await client.files.delete(second.input_file_id)
+        await client.batches.cancel(first.id)
+        batch = await ended(client, second.id)
+        assert batch.status == "cancelled" and batch.errors is None
+        await ended(client, first.id)
+    assert not list(endpoint.root.glob("*/*.cancel"))
 
 
 async def test_a_batch_whose_file_is_removed_as_it_begins_runs(
