@@ -296,10 +296,8 @@ class BatchRunner:
 
 def _fail(records: BatchRecords, record: BatchRecord, errors: list[dict[str, Any]]) -> None:
     """Ends a batch that cannot be run. If it was cancelled before, that is how it ends. Does I/O."""
-    if records.cancel_mark(record.id).exists():
-        records.end(record.now("cancelled"))
-    else:
-        records.end(record.now("failed", errors=errors))
+    cancelled = records.cancel_mark(record.id).exists()
+    records.end(record.now("cancelled" if cancelled else "failed", errors=errors))
 
 
 def _resume(run: _Run) -> set[str]:
