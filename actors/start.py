@@ -30,7 +30,7 @@ from .protocol.names import ROUTER, replica_actor_name, store_actor_name
 from .protocol.replica_messages import ModelInfo, ReplicaStats
 from .replica.actor import ReplicaActor
 from .router.actor import RouterActor
-from .rpc.client import actor_handle
+from .rpc.client import actor_class, actor_handle
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def start_actors(config: Config) -> dict[str, ReplicaClient]:
     Replicas load in the background; see `wait_until_ready`. Those of other nodes start when their nodes join.
     """
     machines = config.machines
-    ray.remote(RouterActor).options(name=ROUTER, **on_node(machines[0])).remote(config)
+    actor_class(RouterActor).options(name=ROUTER, **on_node(machines[0])).remote(config)
     names = [node.name for node in machines]
     for model in map(located, config.models):
         registry.add(model)
@@ -79,7 +79,7 @@ def start_node(config: Config, node: Node) -> dict[str, ReplicaClient]:
     entry = registry.NodeEntry(node.name, node.address, links, satchel_version(), home, time.time(), card)
     registry.add_node(entry)
     config = replace(config, disk_bytes_max=node.disk_bytes_max or config.disk_bytes_max)
-    store = ray.remote(KVStoreActor).options(name=store_actor_name(node.name), get_if_exists=True, **on_node(node))
+    store = actor_class(KVStoreActor).options(name=store_actor_name(node.name), get_if_exists=True, **on_node(node))
     store.remote(config, node)
     known = {machine.name for machine in config.machines}
     served = registry.entries()
@@ -122,7 +122,7 @@ def start_replica(
     Raises:
         ValueError: it runs already, unless `more` has `get_if_exists`.
     """
-    options = ray.remote(ReplicaActor).options(name=replica_actor_name(replica), **on_node(node), **more)
+    options = actor_class(ReplicaActor).options(name=replica_actor_name(replica), **on_node(node), **more)
     started = options.remote(replica, model, config.scheduling, node, config.timing, config.logs, config.traces, plan)
     return ReplicaClient(replica, config.timing, started)
 

@@ -74,6 +74,10 @@ def ray_settings(home: Home, *, one_machine: bool = True) -> dict[str, str]:
         "RAY_max_direct_call_object_size": str(4 * 2**20),
         # Ray's metrics exporter is not started.
         "RAY_enable_metrics_collection": "0",
+        # For Ray's dashboard, which is not started either, the control store would keep the last 100,000 calls (about
+        # 3 KB each), and every process would write a page of statistics a minute to its log.
+        "RAY_task_events_report_interval_ms": "0",
+        "RAY_event_stats_print_interval_ms": "0",
         **mlx_settings(home),
         # Transformers would import torch only to say that it is missing.
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",

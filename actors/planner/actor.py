@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import ray
@@ -22,6 +23,7 @@ from ..protocol import registry
 from ..protocol.group_clients import PlannerClient
 from ..protocol.group_messages import PlannedModel
 from ..protocol.names import PLANNER
+from ..rpc.client import actor_class
 from ..rpc.shell import answers
 from ..start import located, on_node, present_nodes, start_replica
 from ..supervision.watchdog import Watchdog
@@ -41,7 +43,7 @@ AGAIN_S = 30.0
 def start_planner(config: Config) -> None:
     """Starts the planner on the head, if the config has models that may be divided."""
     if any(model.split is not None for model in config.models):
-        ray.remote(PlannerActor).options(name=PLANNER, **on_node(config.machines[0])).remote(config)
+        actor_class(PlannerActor).options(name=PLANNER, **on_node(config.machines[0])).remote(config)
 
 
 @dataclass
@@ -174,7 +176,7 @@ class _DividerProcess:
     """
 
     def __init__(self, head: Node, model: Model, scheduling: Scheduling) -> None:
-        options = ray.remote(Divider).options(num_cpus=0, max_restarts=0, resources={head.resource: 1})
+        options = actor_class(Divider).options(num_cpus=0, max_restarts=0, resources={head.resource: 1})
         self._node = head
         self._handle: Any = options.remote(model, scheduling)
         self._handle.read.remote()
@@ -197,8 +199,13 @@ class _DividerProcess:
 
 async def _on(node: Node, work: Any, *given: Any) -> Any:
     """Returns what `work` returns in a process on a node, which ends afterwards. Raises as `_answer`."""
-    task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, resources={node.resource: 1})(work)
-    return await _answer(node, task.remote(*given))
+    return await _answer(node, _task(work).options(resources={node.resource: 1}).remote(*given))
+
+
+@cache
+def _task(work: Any) -> Any:
+    """Returns what calls `work` in a process. Made once, as an actor's class."""
+    return ray.remote(num_cpus=0, max_calls=1, max_retries=0)(work)
 
 
 async def _answer(node: Node, result: Any) -> Any:

@@ -6,8 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-import ray
-
 from ...cluster.config.config import Config, Model
 from ...cluster.config.nodes import Node
 from ...cluster.errors import InvalidRequest, ModelLoadError, NoAnswer, SatchelError
@@ -18,6 +16,7 @@ from ..protocol.clients import PoolClient, ReplicaClient
 from ..protocol.names import POOL
 from ..protocol.pool_messages import PooledModel
 from ..protocol.replica_messages import ReplicaStats
+from ..rpc.client import actor_class
 from ..rpc.shell import answers
 from ..start import (
     Replicas,
@@ -46,7 +45,7 @@ PRESENT_S = 1.0
 def start_pool(config: Config) -> None:
     """Starts the pool on the head, if the config has models that come and go."""
     if any(model.load == "request" for model in config.models):
-        ray.remote(PoolActor).options(name=POOL, **on_node(config.machines[0])).remote(config)
+        actor_class(PoolActor).options(name=POOL, **on_node(config.machines[0])).remote(config)
 
 
 class PoolActor:

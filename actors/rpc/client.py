@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -27,6 +28,13 @@ def actor_handle(name: str) -> Any:
         ValueError: there is none.
     """
     return ray.get_actor(name, namespace=NAMESPACE)
+
+
+@cache
+def actor_class(kind: type) -> Any:
+    """Returns what starts actors of a class. Ray keeps what it knows of it for ever, here, in its control store and in
+    every process that calls such an actor, so it is made once."""
+    return ray.remote(kind)
 
 
 def this_machine() -> str:

@@ -69,6 +69,7 @@ class Watchdog:
         self._heart = HeartbeatSender(heartbeats_path(), name)
         self._parts: list[_WatchedPart] = []
         self._faults = 0
+        self._leaving = False
 
     def watch(
         self,
@@ -93,7 +94,8 @@ class Watchdog:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def leave(self) -> None:
-        """Sends the last heartbeat, before an intended end."""
+        """Says from now on that the end of this process is intended."""
+        self._leaving = True
         self._heart.beat(leaving=True)
 
     def is_slow(self, part: str) -> bool:
@@ -107,7 +109,7 @@ class Watchdog:
 
     def poll(self) -> None:
         """Sends a heartbeat and checks every part once. Runs on the watchdog's thread."""
-        self._heart.beat()
+        self._heart.beat(leaving=self._leaving)
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         paging, self._faults = faults - self._faults >= PAGING_FAULTS, faults
         for part in list(self._parts):

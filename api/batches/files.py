@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -22,7 +22,12 @@ from typing import BinaryIO
 from ...cluster.errors import DiskFull, FileNotFound, RequestTooLarge
 from ...cluster.home import replace_private
 
+_NEW = "new-"
 _ID = re.compile(r"file-[0-9a-f]{24}")
+LEFT_S = 600.0
+"""A file that should be gone by then, and that nobody has written to for this long, was left by a process that was
+killed."""
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -62,12 +67,19 @@ class TenantFiles:
         """
         file = _described(self._description(file_id)) if _ID.fullmatch(file_id) else None
         if file is None:
-            raise FileNotFound(f"there is no file {file_id[:100]!r}", param="file_id")
+            raise _missing(file_id)
         return file
 
     def content(self, file_id: str) -> Path:
         """Returns where a file's content is. Raises as `get`."""
         return self._content(self.get(file_id).id)
+
+    def open(self, file_id: str) -> BinaryIO:
+        """Opens a file's content. It can be read to its end, also if the file is removed meanwhile. Raises as `get`."""
+        try:
+            return self.content(file_id).open("rb")
+        except FileNotFoundError:
+            raise _missing(file_id) from None
 
     def delete(self, file_id: str) -> None:
         """Removes a file. Raises as `get`."""
@@ -89,7 +101,7 @@ class TenantFiles:
         """
         with _told():
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path = self.folder / f"new-{secrets.token_hex(12)}.jsonl.part"
+            path = self.folder / f"{_NEW}{secrets.token_hex(12)}.jsonl.part"
             try:
                 with open(path, "xb", opener=private) as file:
                     yield BoundedFile(file, path, self._bytes_max - self.nbytes)
@@ -154,6 +166,30 @@ def write_json(path: Path, value: object) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _missing(file_id: str) -> FileNotFound:
+    return FileNotFound(f"there is no file {file_id[:100]!r}", param="file_id")
+
+
+def remove_left(folder: Path, now: float) -> None:
+    """Removes what processes that were killed left in a tenant's folder: uploads that are not complete, content without
+    a description, files that were to replace others. Does I/O.
+
+    Args:
+        now: Unix time.
+    """
+    for path in folder.iterdir():
+        content = path.suffix == ".jsonl" and _ID.fullmatch(path.stem) is not None
+        if path.name.startswith((_NEW, ".")) or (content and not path.with_suffix(".json").exists()):
+            remove_if_left(path, now)
+
+
+def remove_if_left(path: Path, now: float) -> None:
+    """Removes a file if nobody has written to it for `LEFT_S`."""
+    with suppress(FileNotFoundError):
+        if now - path.stat().st_mtime > LEFT_S:
+            path.unlink()
 
 
 def _described(path: Path) -> StoredFile | None:

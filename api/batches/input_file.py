@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 ERRORS_MAX = 100
 NAME_MAX = 512
@@ -20,7 +19,7 @@ class Line:
     length: int
 
 
-def read_lines(path: Path, endpoint: str, requests_max: int) -> tuple[list[Line], list[dict[str, Any]]]:
+def read_lines(file: BinaryIO, endpoint: str, requests_max: int) -> tuple[list[Line], list[dict[str, Any]]]:
     """Returns the requests of a file, and what is wrong with its lines, at most `ERRORS_MAX`; a file with errors is not
     run at all. Empty lines are left out.
 
@@ -31,24 +30,23 @@ def read_lines(path: Path, endpoint: str, requests_max: int) -> tuple[list[Line]
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()
     offset = 0
-    with path.open("rb") as file:
-        for number, data in enumerate(file, 1):
-            start, offset = offset, offset + len(data)
-            if not data.strip():
-                continue
-            custom_id, wrong = _read(data, endpoint)
-            if not wrong and custom_id in seen:
-                wrong = "duplicate_custom_id", f"The custom_id {custom_id[:100]!r} is used twice.", "custom_id"
-            if not wrong and len(lines) >= requests_max:
-                wrong = "too_many_tasks", f"The file has more than {requests_max} requests.", ""
-            if wrong:
-                code, message, param = wrong
-                errors.append({"code": code, "message": message, "param": param or None, "line": number})
-                if len(errors) >= ERRORS_MAX or code == "too_many_tasks":
-                    break
-                continue
-            seen.add(custom_id)
-            lines.append(Line(custom_id, start, len(data)))
+    for number, data in enumerate(file, 1):
+        start, offset = offset, offset + len(data)
+        if not data.strip():
+            continue
+        custom_id, wrong = _read(data, endpoint)
+        if not wrong and custom_id in seen:
+            wrong = "duplicate_custom_id", f"The custom_id {custom_id[:100]!r} is used twice.", "custom_id"
+        if not wrong and len(lines) >= requests_max:
+            wrong = "too_many_tasks", f"The file has more than {requests_max} requests.", ""
+        if wrong:
+            code, message, param = wrong
+            errors.append({"code": code, "message": message, "param": param or None, "line": number})
+            if len(errors) >= ERRORS_MAX or code == "too_many_tasks":
+                break
+            continue
+        seen.add(custom_id)
+        lines.append(Line(custom_id, start, len(data)))
     if not lines and not errors:
         errors.append({"code": "empty_file", "message": "The file has no requests.", "param": None, "line": None})
     return lines, errors

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...cluster.errors import BatchNotFound
-from .files import write_json
+from .files import remove_if_left, write_json
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED = ("failed", "completed", "expired", "cancelled")
+ENDED_MAX = 1000
+"""How many batches of a tenant that have ended are kept."""
+
 WINDOW_S = 24 * 3600
 """How long a batch may take."""
 
@@ -114,14 +117,14 @@ class BatchRecords:
     def save(self, record: BatchRecord) -> None:
         """Writes a batch, new or changed."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_json(self.folder / f"{record.id}.json", asdict(record))
+        write_json(self._path(record.id), asdict(record))
 
     def get(self, batch_id: str) -> BatchRecord:
         """
         Raises:
             BatchNotFound: there is none.
         """
-        record = _read(self.folder / f"{batch_id}.json") if _ID.fullmatch(batch_id) else None
+        record = _read(self._path(batch_id)) if _ID.fullmatch(batch_id) else None
         if record is None:
             raise BatchNotFound(f"there is no batch {batch_id[:100]!r}", param="batch_id")
         return record
@@ -131,9 +134,32 @@ class BatchRecords:
         found = [record for path in self.folder.glob("batch_*.json") if (record := _read(path)) is not None]
         return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
 
-    def results(self, record: BatchRecord) -> Path:
+    def end(self, record: BatchRecord) -> None:
+        """Writes a batch that has ended, and removes what only a batch that runs needs. Forgets the oldest ones beyond
+        `ENDED_MAX`."""
+        self.save(record)
+        self.results(record.id).unlink(missing_ok=True)
+        self.cancel_mark(record.id).unlink(missing_ok=True)
+        for other in [other for other in self.list() if other.ended][ENDED_MAX:]:
+            self._path(other.id).unlink(missing_ok=True)
+
+    def remove_left(self, now: float) -> None:
+        """Removes what is left of batches that are not running, if a process was killed as one ended.
+
+        Args:
+            now: Unix time.
+        """
+        for path in self.folder.glob("batch_*"):
+            batch_id, _, kind = path.name.partition(".")
+            if kind != "json" and ((record := _read(self._path(batch_id))) is None or record.ended):
+                remove_if_left(path, now)
+
+    def results(self, batch_id: str) -> Path:
         """Where the answers of a batch that has not ended are, a line each."""
-        return self.folder / f"{record.id}.jsonl.part"
+        return self.folder / f"{batch_id}.jsonl.part"
+
+    def _path(self, batch_id: str) -> Path:
+        return self.folder / f"{batch_id}.json"
 
     def cancel_mark(self, batch_id: str) -> Path:
         """A file that asks whoever runs the batch to end it."""

@@ -32,7 +32,7 @@ from ...cluster.telemetry.context import TRACING, working_for
 from ..http.error_shapes import shape_of
 from ..requests.callers import Caller, Meter
 from ..requests.left_out import LeftOut
-from .files import TenantFiles, private
+from .files import LEFT_S, TenantFiles, private, remove_left
 from .input_file import Line, read_lines
 from .patience import until_taken
 from .records import BatchRecord, BatchRecords, all_records
@@ -102,6 +102,7 @@ class BatchRunner:
         self._room = asyncio.Semaphore(config.endpoint.batch_requests_at_once)
         self._running: dict[Path, asyncio.Task[None]] = {}
         self._awake = asyncio.Event()
+        self._tidied_at = 0.0
 
     def files(self, tenant: str) -> TenantFiles:
         return TenantFiles(self.root, tenant, self._config.endpoint.files_bytes_max)
@@ -133,16 +134,25 @@ class BatchRunner:
     async def _begin(self) -> None:
         for folder in [folder for folder, task in self._running.items() if task.done()]:
             del self._running[folder]
-        for records, record in await asyncio.to_thread(lambda: list(all_records(self.root))):
+        for records, record in await asyncio.to_thread(self._look):
             if records.folder not in self._running:
                 self._running[records.folder] = asyncio.create_task(self._do(records, record))
+
+    def _look(self) -> list[tuple[BatchRecords, BatchRecord]]:
+        """Returns the batches that have not ended, and removes what killed processes left. Does I/O."""
+        if (now := time.time()) - self._tidied_at > LEFT_S:
+            self._tidied_at = now
+            for folder in self.root.glob("*/"):
+                remove_left(folder, now)
+                BatchRecords(folder).remove_left(now)
+        return list(all_records(self.root))
 
     async def _do(self, records: BatchRecords, record: BatchRecord) -> None:
         try:
             await self._run(records, record)
         except SatchelError as error:
             errors = [{"code": error.code, "message": error.message, "param": error.param, "line": None}]
-            await asyncio.to_thread(records.save, record.now("failed", errors=errors))
+            await asyncio.to_thread(_fail, records, record, errors)
         except Exception:
             logger.exception("batch %s stopped, and is tried again", record.id)
             await asyncio.sleep(FAILED_S)
@@ -151,26 +161,29 @@ class BatchRunner:
 
     async def _run(self, records: BatchRecords, record: BatchRecord) -> None:
         """Runs a batch to its end. Raises `SatchelError` if it fails as a whole."""
-        source = await asyncio.to_thread(self.files(record.tenant).content, record.input_file_id)
+        # Opened once, as the file may be removed at any time.
+        with await asyncio.to_thread(self.files(record.tenant).open, record.input_file_id) as file:
+            await self._run_lines(records, record, file)
+
+    async def _run_lines(self, records: BatchRecords, record: BatchRecord, file: BinaryIO) -> None:
         most = self._config.endpoint.batch_requests_max
-        lines, errors = await asyncio.to_thread(read_lines, source, record.endpoint, most)
+        lines, errors = await asyncio.to_thread(read_lines, file, record.endpoint, most)
         if errors:
-            await asyncio.to_thread(records.save, record.now("failed", errors=errors, total=len(lines)))
+            await asyncio.to_thread(_fail, records, replace(record, total=len(lines)), errors)
             return
         record = replace(record, total=len(lines), completed=0, failed=0, usage={})
         if record.status == "validating":
             record = record.now("in_progress")
-        with open(records.results(record), "ab+", opener=private) as results:
+        with open(records.results(record.id), "ab+", opener=private) as results:
             run = _Run(records, record, results)
             done = await asyncio.to_thread(_resume, run)
             await asyncio.to_thread(records.save, run.record)
             left = iter([line for line in lines if line.custom_id not in done])
-            with source.open("rb") as file:
-                workers = [
-                    asyncio.create_task(self._work(run, left, file))
-                    for _ in range(min(len(lines), self._config.endpoint.batch_requests_at_once))
-                ]
-                ended = await self._wait(run, workers)
+            workers = [
+                asyncio.create_task(self._work(run, left, file))
+                for _ in range(min(len(lines), self._config.endpoint.batch_requests_at_once))
+            ]
+            ended = await self._wait(run, workers)
         await asyncio.to_thread(self._finish, run, ended)
 
     async def _wait(self, run: _Run, workers: list[asyncio.Task[None]]) -> str:
@@ -271,16 +284,20 @@ class BatchRunner:
         for name, right in (("output", True), ("error", False)):
             file_id = None
             if record.completed if right else record.failed:
-                with files.writing() as out, records.results(record).open("rb") as results:
+                with files.writing() as out, records.results(record.id).open("rb") as results:
                     for answer in results:
                         if (json.loads(answer)["response"]["status_code"] < 400) is right:
                             out.write(answer)
                     out.flush()
                     file_id = files.keep(out.path, f"{record.id}_{name}.jsonl", "batch_output").id
             made[f"{name}_file_id"] = file_id
-        records.save(record.now(ended, **made))  # type: ignore[arg-type]
-        records.results(record).unlink(missing_ok=True)
-        records.cancel_mark(record.id).unlink(missing_ok=True)
+        records.end(record.now(ended, **made))  # type: ignore[arg-type]
+
+
+def _fail(records: BatchRecords, record: BatchRecord, errors: list[dict[str, Any]]) -> None:
+    """Ends a batch that cannot be run. If it was cancelled before, that is how it ends. Does I/O."""
+    cancelled = records.cancel_mark(record.id).exists()
+    records.end(record.now("cancelled" if cancelled else "failed", errors=errors))
 
 
 def _resume(run: _Run) -> set[str]:

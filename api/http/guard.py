@@ -17,7 +17,8 @@ from ..requests.callers import Caller, Meter
 from .error_shapes import error_response
 
 CHECKS_MAX = 32
-"""The most unknown keys that may wait for their check at a time; known keys do not wait."""
+"""The most unknown keys that may wait for their check at a time, each with any number of requests; known keys do not
+wait."""
 
 HEALTH = "/health"
 GREETING = "/"
@@ -44,7 +45,7 @@ class KeyGuard:
         self._keys = keys
         self._audit = audit
         self._meters: dict[str, Meter] = {}
-        self._checking = 0
+        self._checks: dict[str, asyncio.Task[Key | None]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -96,13 +97,14 @@ class KeyGuard:
         return Caller(key.name, host, key.id, key.admin, self._meter(key))
 
     async def _check(self, keys: KeyRing, secret: str) -> Key | None:
-        if self._checking >= CHECKS_MAX:
-            raise Unavailable("too many keys are being checked now")
-        self._checking += 1
-        try:
-            return await asyncio.to_thread(keys.check, secret)
-        finally:
-            self._checking -= 1
+        """Checks a secret, once for all requests that wait for it."""
+        if (check := self._checks.get(secret)) is None:
+            if len(self._checks) >= CHECKS_MAX:
+                raise Unavailable("too many keys are being checked now")
+            check = self._checks[secret] = asyncio.create_task(asyncio.to_thread(keys.check, secret))
+            check.add_done_callback(lambda _: self._checks.pop(secret))
+        # Others still wait for it if this client goes away.
+        return await asyncio.shield(check)
 
     def _meter(self, key: Key) -> Meter | None:
         if key.limits == KeyLimits():

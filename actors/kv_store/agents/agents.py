@@ -28,6 +28,7 @@ from ...protocol.store_messages import Commit, CommitOutcome, Content, Head
 from .branches import AgentLimits, Storage, main_branch
 
 _SEEN_MAX = 4096
+_TURNS_MAX = 4096
 _QUIET_BATCH = 64
 
 
@@ -124,6 +125,9 @@ class Agents:
         """
         if self.busy(agent, turn, now):
             return None
+        if len(self._turns) >= _TURNS_MAX:
+            # Turns whose endpoint ended are neither committed nor abandoned.
+            self._turns = {other: held for other, held in self._turns.items() if now < held.ends}
         main = self._main(agent)
         self._turns[agent] = _TurnLease(turn, now + lease_s)
         return self._sequence, main

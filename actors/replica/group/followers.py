@@ -20,6 +20,7 @@ from ....cluster.errors import NoRoom, SatchelError
 from ...model_files.source import Progress
 from ...protocol.group_clients import StageClient
 from ...protocol.group_messages import StageAddress, StageState
+from ...rpc.client import actor_class
 from .follower import StageActor
 from .gathering import Gathering
 
@@ -83,7 +84,7 @@ class Followers:
 
     def _started(self, rank: int) -> StageClient:
         stage, node = self._plan.stages[rank], self._plan.nodes[rank]
-        options = ray.remote(StageActor).options(
+        options = actor_class(StageActor).options(
             namespace=NAMESPACE, num_cpus=0, max_restarts=0, max_task_retries=0, resources={node.resource: 1}
         )
         self._handles[rank] = options.remote(*self._arguments(rank, stage, node, self._addresses[rank]))

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from ray.actor import _ActorClassMethodMetadata
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from satchel.actors.protocol.clients import ReplicaClient, RouterClient
@@ -20,7 +21,7 @@ from satchel.actors.protocol.router_messages import Places
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.actors.rpc import client as calls
-from satchel.actors.rpc.client import Call
+from satchel.actors.rpc.client import Call, actor_class
 from satchel.actors.rpc.codec import VERSION, decode, encode, encode_error
 from satchel.actors.rpc.shell import answers
 from satchel.actors.rpc.spec import Client, method
@@ -379,3 +380,16 @@ async def test_an_answer_that_was_not_declared_is_of_another_version(said: Any):
 async def test_a_request_of_another_version_is_answered_with_that():
     with pytest.raises(OtherVersion, match=f"version {VERSION + 1}"):
         CounterClient.count.answered(await Counter(3).count(OTHER_VERSION))
+
+
+def test_a_class_is_made_an_actor_class_once():
+    """Ray never forgets one, so models that come and go would fill the memory of all processes."""
+
+    class Kind:
+        def ping(self) -> bytes:
+            return b""
+
+    before = len(_ActorClassMethodMetadata._cache)
+    for _ in range(3):
+        actor_class(Kind).options(name="kind")
+    assert len(_ActorClassMethodMetadata._cache) == before + 1

@@ -108,6 +108,16 @@ async def test_an_event_loop_is_watched_by_what_it_runs(watchdog: Watchdog, ends
     assert len(ends) == 1, "it ran nothing between these"
 
 
+def test_a_process_whose_end_is_intended_says_so_until_then(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch):
+    """Else its successor's first heartbeat tells `satchel doctor` that it died, whenever a model is loaded again."""
+    said: list[bool] = []
+    monkeypatch.setattr(watchdog._heart, "beat", lambda *, leaving=False: said.append(leaving))
+    watchdog.poll()
+    watchdog.leave()
+    watchdog.poll()
+    assert said == [False, True, True]
+
+
 def test_a_thread_is_watched_by_what_it_runs(watchdog: Watchdog, ends: list[str]):
     held = Event()
     with ThreadPoolExecutor(1) as pool:

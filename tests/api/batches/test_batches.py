@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import openai
@@ -16,7 +19,9 @@ import pytest
 from satchel.actors.protocol.replica_messages import IDLE_PRIORITY
 from satchel.api.app import create_app
 from satchel.api.batches import patience, runner
+from satchel.api.batches.files import LEFT_S, TenantFiles, remove_left
 from satchel.api.batches.input_file import ERRORS_MAX, read_lines
+from satchel.api.batches.records import BatchRecords, new_batch
 from satchel.cluster.config.config import Config, parse_config
 from satchel.cluster.errors import GenerationFailed, QueueFull
 from satchel.cluster.home import Home
@@ -202,13 +207,11 @@ async def test_a_file_with_a_wrong_line_is_not_run(
     assert [(error.code, error.line) for error in batch.errors.data] == [(code, number)]
 
 
-def test_so_many_requests_and_errors_and_no_more(tmp_path: Path):
-    path = tmp_path / "asked.jsonl"
-    path.write_text("\n".join(line(str(number)) for number in range(5)))
-    lines, errors = read_lines(path, CHAT, 3)
+def test_so_many_requests_and_errors_and_no_more():
+    asked = "\n".join(line(str(number)) for number in range(5))
+    lines, errors = read_lines(BytesIO(asked.encode()), CHAT, 3)
     assert len(lines) == 3 and errors[0]["code"] == "too_many_tasks"
-    path.write_text("{\n" * 500)
-    assert len(read_lines(path, CHAT, 3)[1]) == ERRORS_MAX
+    assert len(read_lines(BytesIO(b"{\n" * 500), CHAT, 3)[1]) == ERRORS_MAX
 
 
 async def test_files_are_listed_described_and_deleted(endpoint: Endpoint):
@@ -335,3 +338,78 @@ async def test_a_batch_has_whole_answers_however_its_requests_would_wait(
         batch = await ended(client, (await begin(client, json.dumps(request), endpoint=url)).id)
         assert batch.request_counts.completed == 1
         assert "Yes." in json.dumps((await results(client, batch.output_file_id))["a"]["body"])
+
+
+async def test_a_batch_that_failed_leaves_no_answers_behind(endpoint: Endpoint, backend: FakeBackend, config: Config):
+    """They would count against `files_bytes_max` for ever, and no route removes them."""
+    backend.say("Yes.")
+    async with endpoint.running() as client:
+        made = await begin(client, *[line(str(number)) for number in range(3)])
+        batch = await ended(client, made.id)
+        folder = next(path for path in endpoint.root.iterdir() if path.is_dir())
+        records = BatchRecords(folder)
+        # As if the endpoint had been killed before the end, and its client had then removed the input.
+        records.save(replace(records.get(batch.id), status="in_progress"))
+        records.results(batch.id).write_bytes(b"{}\n")
+        await client.files.delete(batch.input_file_id)
+        assert (await ended(client, batch.id)).status == "failed"
+    assert {path.suffix for path in folder.glob("batch_*")} == {".json"}
+
+
+async def test_a_batch_that_was_cancelled_ends_so_though_its_file_is_gone(endpoint: Endpoint, backend: FakeBackend):
+    """It waits for the tenant's batch before it, and its client may clean up meanwhile."""
+    backend.play(asyncio.Event())
+    async with endpoint.running() as client:
+        first, second = await begin(client, line("a")), await begin(client, line("b"))
+        await client.batches.cancel(second.id)
+        await client.files.delete(second.input_file_id)
+        await client.batches.cancel(first.id)
+        batch = await ended(client, second.id)
+        assert batch.status == "cancelled"
+        await ended(client, first.id)
+    assert not list(endpoint.root.glob("*/*.cancel"))
+
+
+async def test_a_batch_whose_file_is_removed_as_it_begins_runs(
+    endpoint: Endpoint, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+):
+    """It has been opened by then, so nothing fails, and the tenant's next batch need not wait."""
+    backend.say("Yes.")
+
+    def removed(file: BinaryIO, *given: Any) -> Any:
+        Path(file.name).unlink()
+        return read_lines(file, *given)
+
+    monkeypatch.setattr(runner, "read_lines", removed)
+    async with endpoint.running() as client:
+        assert (await ended(client, (await begin(client, line("a"))).id)).status == "completed"
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path):
+    """An upload, content without a description and answers of a batch that has ended; nothing that may be in use."""
+    files, records = TenantFiles(tmp_path, "ann", 1000), BatchRecords(TenantFiles(tmp_path, "ann", 1000).folder)
+    with files.writing() as out:
+        out.write(b"{}")
+        out.flush()
+        kept = files.keep(out.path, "asked.jsonl", "batch")
+        ran, running = new_batch("ann", "", CHAT, kept.id, {}), new_batch("ann", "", CHAT, kept.id, {})
+        records.save(ran.now("completed"))
+        records.save(running)
+        left = ("new-1.jsonl.part", f"file-{'0' * 24}.jsonl", ".batch_1.json.1.ab", f"{ran.id}.cancel")
+        for path in (*(files.folder / name for name in left), records.results(ran.id), records.results(running.id)):
+            path.touch()
+        before = {path.name for path in files.folder.iterdir()}
+        for later_s, removed in ((0.0, set()), (LEFT_S + 60, {*left, records.results(ran.id).name})):
+            remove_left(files.folder, time.time() + later_s)
+            records.remove_left(time.time() + later_s)
+            assert before - {path.name for path in files.folder.iterdir()} == removed
+
+
+def test_the_oldest_batches_that_have_ended_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A tenant's folder is read at each look for batches, so it may not grow for ever."""
+    monkeypatch.setattr("satchel.api.batches.records.ENDED_MAX", 2)
+    records, made = BatchRecords(tmp_path), [new_batch("ann", "", CHAT, "", {}) for _ in range(4)]
+    records.save(replace(made[0], created_at=0))
+    for age, record in enumerate(made[1:]):
+        records.end(replace(record, created_at=100 + age).now("completed"))
+    assert {record.id for record in records.list()} == {made[0].id, made[2].id, made[3].id}

@@ -66,6 +66,13 @@ async def endpoint(backend, config, keyed: tuple[Home, dict[str, str]], tmp_path
     await made.client.aclose()
 
 
+async def test_requests_with_one_key_wait_for_one_check(endpoint: Tenants, monkeypatch: pytest.MonkeyPatch):
+    """All clients come back at once if the endpoint starts again, each with many connections. None is refused."""
+    monkeypatch.setattr(guard, "CHECKS_MAX", 2)
+    asked = [endpoint.call(name, "GET", "/v1/models") for name in ("ann", "bob") for _ in range(8)]
+    assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+
+
 async def test_without_keys_everybody_is_the_owner(backend, config, tmp_path):
     home = Home(tmp_path)
     open_one = Tenants(backend, config, home)

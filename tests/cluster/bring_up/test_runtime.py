@@ -26,6 +26,10 @@ class Probe:
 
         return os.getsid(0), ray.get_runtime_context().namespace
 
+    def threads(self) -> set[str]:
+        """Names of this process's threads, as Linux cuts them."""
+        return {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+
 
 def test_the_record_finds_the_cluster(cluster: LocalCluster) -> None:
     import ray
@@ -35,6 +39,16 @@ def test_the_record_finds_the_cluster(cluster: LocalCluster) -> None:
     sid, namespace = ray.get(ray.remote(Probe).remote().connect.remote(), timeout=60)
     assert (sid, namespace) == (cluster.record.ray_sid, NAMESPACE)
     assert cluster.failure() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_call_is_noted_for_a_dashboard(cluster: LocalCluster) -> None:
+    """The control store would keep 100,000 of them, some 300 MB."""
+    import ray
+
+    connect_ray(cluster.record)
+    threads = ray.get(ray.remote(Probe).remote().threads.remote(), timeout=60)
+    assert not {name for name in threads if name.startswith("task_event")}
 
 
 def test_an_endpoint_is_published(cluster: LocalCluster) -> None:

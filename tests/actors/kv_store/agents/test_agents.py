@@ -187,6 +187,20 @@ def test_a_turn_without_a_sign_of_life_is_lost_and_cannot_write():
     assert list(store.said("x").values()) == [["kept"]]
 
 
+def test_turns_that_nobody_ends_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch):
+    """An endpoint that is killed ends none of its turns, and their agents may never come again."""
+    monkeypatch.setattr("satchel.actors.kv_store.agents.agents._TURNS_MAX", 3)
+    store = Store()
+    for agent in "abc":
+        store.begin(agent, "lost")
+    store.now = LEASE_S - 1
+    store.agents.renew("c", "lost", store.now, LEASE_S)
+    store.now = LEASE_S
+    store.begin("d", "t")
+    assert [agent for agent in "abcd" if store.agents.turn_ends(agent) is not None] == ["c", "d"]
+    assert store.commit("a", "late", turn="lost").kept, "nobody has taken it"
+
+
 def test_a_turn_is_given_back_only_where_nobody_has_taken_the_agents_since():
     store = Store()
     store.begin("x", "t1")
