@@ -99,7 +99,7 @@ class BatchRoutes:
         return FileResponse(path, media_type=LINES)
 
     async def delete_file(self, request: Request, file_id: str) -> Response:
-        """Removes a file. A batch that still reads it fails."""
+        """Removes a file. A batch that has begun to run goes on with it; one that has not fails."""
         await asyncio.to_thread(self._runner.files(_tenant(request)).delete, file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
