@@ -23,7 +23,8 @@ from .error_shapes import error_response
 
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?", re.ASCII)
 _JSON = re.compile(r"application/([a-z0-9.-]+\+)?json *(;.*)?", re.ASCII)
-_OF_BROWSERS = ("origin", "sec-fetch-site", "sec-fetch-mode", "referer", "cookie")
+_OF_BROWSERS = ("origin", "sec-fetch-site", "referer", "cookie")
+"""Not Sec-Fetch-Mode: a browser sends it together with Sec-Fetch-Site (Fetch Metadata, W3C), Node's `fetch` alone."""
 _OTHER_SITES = ("cross-site", "same-site")
 _SATCHEL = re.compile(r"/satchel/?$")
 FORMS = (

@@ -266,3 +266,9 @@ class OllamaShowBody(BaseModel):
         if not (name := self.model or self.name):
             raise wrong("model", "is required")
         return name
+
+
+class OllamaPullBody(OllamaShowBody):
+    """The body of `/api/pull`."""
+
+    stream: bool | None = None

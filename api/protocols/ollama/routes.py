@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +27,7 @@ from .bodies import (
     OllamaEmbedBody,
     OllamaEmbeddingsBody,
     OllamaGenerateBody,
+    OllamaPullBody,
     OllamaShowBody,
     ends_at_once,
 )
@@ -34,7 +36,6 @@ from .models import VERSION, ModelFacts, listed_body, model_facts, running_body,
 
 _FILES = "the models of a server are in its config; `satchel models load` adds one while it runs"
 _NOT_DONE = (
-    ("POST", "pull", _FILES),
     ("POST", "push", _FILES),
     ("POST", "create", _FILES),
     ("POST", "copy", _FILES),
@@ -59,6 +60,7 @@ class OllamaRoutes:
         add_route(app, "POST", f"{OLLAMA}/embed", self.embed, OllamaEmbedBody)
         add_route(app, "POST", f"{OLLAMA}/embeddings", self.embeddings, OllamaEmbeddingsBody)
         add_route(app, "POST", f"{OLLAMA}/show", self.show, OllamaShowBody)
+        add_route(app, "POST", f"{OLLAMA}/pull", self.pull, OllamaPullBody, answers=(JSON, NDJSON))
         add_route(app, "GET", f"{OLLAMA}/tags", self.tags)
         add_route(app, "GET", f"{OLLAMA}/ps", self.running)
         add_route(app, "GET", f"{OLLAMA}/version", self.version)
@@ -142,6 +144,16 @@ class OllamaRoutes:
         facts = await asyncio.to_thread(model_facts, model.info.folder, model.info.files_id)
         text = await self._answering.generator.text_model(model)
         return JSONResponse(shown_body(model, facts, text))
+
+    async def pull(self, request: Request) -> Response:
+        """Says that a served model is here, as Ollama does: programs pull their model before they use it. Others are
+        refused."""
+        body = await self._answering.bodies.read(request, OllamaPullBody)
+        name = await self._named(body.wanted)
+        if not any(name in (model.name, *model.aliases) for model in await self._answering.listed(request)):
+            return await _not_done(f"{name!r} is not served, and {_FILES}")(request)
+        done = {"status": "success"}
+        return JSONResponse(done) if body.stream is False else Response(json.dumps(done) + "\n", media_type=NDJSON)
 
     async def tags(self, request: Request) -> Response:
         """Lists every loaded model that the caller may use, the default first."""

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from ....actors.protocol.replica_messages import EmbeddingInfo, ImageInfo, ModelInfo
@@ -302,27 +303,32 @@ def _logprobs(body: Callable[[list[ShownToken]], dict[str, Any]], tokens: list[S
 
 def unloaded_body(model: ListedModel) -> dict[str, Any]:
     """Returns an entry of the list of models for one that has not been loaded yet, so that its files are not known."""
-    return {"id": model.name, "object": "model", "created": 0, "owned_by": "satchel"}
+    return _model_names(model.name, 0)
+
+
+def _model_names(name: str, created: int) -> dict[str, Any]:
+    """Returns the fields that every entry has: those of OpenAI's list of models, then those of Anthropic's."""
+    at = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    anthropic = {"type": "model", "display_name": name, "created_at": at, "lifecycle": "active"}
+    return {"id": name, "object": "model", "created": created, "owned_by": "satchel"} | anthropic
 
 
 def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
-    """Returns an entry of the list of models. The context in tokens is `max_model_len`, as in vLLM, and
-    `context_length`, as in OpenRouter, whose `architecture` lists the modalities. `memory` says what its layers cache,
-    `kv` the KV policy and the reason for it, and `embedding` how it embeds texts. `notes` say what is not served as
-    configured, and what its chat template drops. `parent` is the model that an adapter belongs to, as in vLLM, else
-    None. `proving` says what its self-test still checks, and since when (Unix time). `stages` says which layers of a
-    divided model are on which node, and is empty for other models. `images` says how it makes images, and `speech` what
-    it does with speech; None if it does not.
+    """Returns an entry of the list of models. The context in tokens is `max_model_len`, as in vLLM, `context_length`,
+    as in OpenRouter, and `max_input_tokens`, as in Anthropic's API. `architecture` lists the modalities, as in
+    OpenRouter. `memory` says what its layers cache, `kv` the KV policy and the reason for it, and `embedding` how it
+    embeds texts. `notes` say what is not served as configured, and what its chat template drops. `parent` is the model
+    that an adapter belongs to, as in vLLM, else None. `proving` says what its self-test still checks, and since when
+    (Unix time). `stages` says which layers of a divided model are on which node, and is empty for other models.
+    `images` says how it makes images, and `speech` what it does with speech; None if it does not.
     """
     info = model.info
     return {
-        "id": info.name,
-        "object": "model",
-        "created": info.created,
-        "owned_by": "satchel",
+        **_model_names(info.name, info.created),
         "parent": info.parent or None,
         "max_model_len": info.context_tokens,
         "context_length": info.context_tokens,
+        "max_input_tokens": info.context_tokens,
         "architecture": {
             "input_modalities": _input_modalities(info),
             "output_modalities": ["image" if info.images.family else "audio" if info.speech.speaks else "text"],

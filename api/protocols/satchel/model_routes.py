@@ -36,9 +36,12 @@ class ModelRoutes:
         add_route(app, "POST", "/v1/models/{model_id:path}/unload", self.unload)
 
     async def list_models(self, request: Request) -> Response:
-        """Lists every model that the caller may use and that is loaded, or comes and goes, the default first."""
-        listed = await self._answering.listed(request)
-        return JSONResponse({"object": "list", "data": await self._described(request, listed)})
+        """Lists every model that the caller may use and that is loaded, or comes and goes, the default first, as OpenAI
+        and as Anthropic do, on one page."""
+        shown = await self._described(request, await self._answering.listed(request))
+        names = [each["id"] for each in shown] or [None]
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse({"object": "list", "data": shown} | page)
 
     async def get_model(self, request: Request, model_id: str) -> Response:
         """Shows one model: the one that would answer a request for that name."""

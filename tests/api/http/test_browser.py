@@ -144,6 +144,8 @@ async def test_a_body_that_says_so_is_taken(local: httpx.AsyncClient, kind: str)
         ({"Cookie": "a=b"}, 415),
         ({"Referer": "https://evil.com/"}, 415),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}, 415),
+        pytest.param({"Sec-Fetch-Mode": "cors"}, 200, id="Node's fetch"),
     ],
 )
 async def test_a_form_with_a_file_is_taken_from_programs_and_pages_that_may(

@@ -90,3 +90,14 @@ async def test_errors_are_the_clients_own(client: anthropic.AsyncAnthropic) -> N
     long: list[MessageParam] = [{"role": "user", "content": "word " * 200_000}]
     with pytest.raises(BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"):
         await client.messages.create(model=MODEL, max_tokens=5, messages=long)
+
+
+async def test_models_have_what_the_client_shows(client: anthropic.AsyncAnthropic) -> None:
+    (listed,) = [model async for model in client.models.list()]
+    shown = await client.models.retrieve("satchel/script")
+    assert listed.to_dict() == shown.to_dict()
+    assert (shown.type, shown.id, shown.display_name) == ("model", "satchel/script", "satchel/script")
+    assert shown.lifecycle == "active" and shown.max_input_tokens == shown.to_dict()["max_model_len"]
+    assert shown.created_at.timestamp() == shown.to_dict()["created"]
+    page = await client.models.list()
+    assert (page.has_more, page.first_id, page.last_id) == (False, shown.id, shown.id)

@@ -119,6 +119,12 @@ async def test_texts_are_embedded(client: ollama.AsyncClient) -> None:
     assert sum(number * number for number in whole) == pytest.approx(1, abs=1e-5) and len(whole) == 64
 
 
+async def test_a_served_model_need_not_be_pulled(client: ollama.AsyncClient) -> None:
+    """Programs pull their model when they start."""
+    assert (await client.pull(MODEL)).status == "success"
+    assert [part.status async for part in await client.pull("satchel/script", stream=True)] == ["success"]
+
+
 async def test_errors_are_the_clients_own(client: ollama.AsyncClient) -> None:
     long = [{"role": "user", "content": "word " * 200_000}]
     for asked, status, said in (
