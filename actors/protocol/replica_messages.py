@@ -451,7 +451,8 @@ class ReplicaStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequest:
-    """Asks for a vector for each text: from its hidden states, or from the logits after it.
+    """Asks for a vector for each text: from its hidden states, or from the logits after it; or for the logprobs of its
+    tokens.
 
     Attributes:
         texts: token ids of each.
@@ -459,6 +460,8 @@ class PoolingRequest:
             a prompt that the model was trained with; [] for none.
         score: [] for embeddings. [token] asks for the logit of a token after the text, [token, other] for the
             difference of two: vectors of one dimension.
+        logprobs: None for vectors. A number asks for each token's logprob behind those before it, and for so many of
+            the likeliest tokens in its place.
         tenant, flow: as in `GenerateRequest`.
     """
 
@@ -467,6 +470,7 @@ class PoolingRequest:
     texts: list[list[int]]
     skipped: list[int] = field(default_factory=list)
     score: list[int] = field(default_factory=list)
+    logprobs: int | None = None
     priority: int = 0
     deadline_s: float = 600.0
     tenant: str = ""
@@ -480,7 +484,11 @@ class PoolingRequest:
 
 @dataclass(frozen=True, slots=True)
 class PooledTexts:
-    """The vectors of a `PoolingRequest`, one after the other in its order: float32, little-endian."""
+    """The vectors of a `PoolingRequest`, one after the other in its order: float32, little-endian.
+
+    If it asks for logprobs, each token of a text but the first has a vector: its logprob, the ids of the likeliest
+    tokens, best first, and their logprobs.
+    """
 
     dimensions: int
     vectors: bytes

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -60,11 +60,12 @@ from ..tools.call_finder import CallFinder
 from ..tools.formats.call_format import ConstrainedCalls
 from .constrained_answers import ModelGrammars, constrained_calls, scripted_grammar
 from .kinds import check_makes_text, first_of_text
+from .prompt_logprobs import with_prompt_logprobs
 from .prompts import check_vocabulary, prepare_completion, text_tokens
 from .running import RunningSequences
 from .sequence_metrics import SequenceMetrics, SequenceTimes
 from .spans import CHAT, COMPLETION, note_model, note_sequence
-from .streams import TextStream, Usage, abort_all
+from .streams import TextStream, Usage, abort_all, all_or_none
 from .truncation import truncated
 
 _log = logging.getLogger(__name__)
@@ -458,13 +459,15 @@ class Generator:
         prompt's KV. The first choice of a chat is committed to the `turn`."""
         request = prompts[0].request
         given, others = request.options.seed, range(1, request.choices)
-        starts = [(prompt, secrets.randbits(63) if given is None else given) for prompt in prompts]
         admission = request.caller.admit(len(prompts) * request.choices, sum(len(prompt.prompt) for prompt in prompts))
         start = partial(self._start, admission, deadline)
         first: list[TextStream] = []
         try:
-            first = await _all_or_none([start(prompt, seed, turn=turn) for prompt, seed in starts])
-            rest = await _all_or_none(
+            if isinstance(request, CompletionRequest) and (top := request.prompt_logprobs) is not None:
+                prompts = await with_prompt_logprobs(self.backend, prompts, top, deadline)
+            starts = [(prompt, secrets.randbits(63) if given is None else given) for prompt in prompts]
+            first = await all_or_none([start(prompt, seed, turn=turn) for prompt, seed in starts])
+            rest = await all_or_none(
                 [
                     start(prompt, seed, choice, stream.replica)
                     for (prompt, seed), stream in zip(starts, first, strict=True)
@@ -586,15 +589,3 @@ def _check_limits(request: Request, grammar: str) -> None:
         if grammar and getattr(request.options, name):
             message = f"{name}: not possible with constrained decoding (a response format or tools)"
             raise InvalidRequest(message, param=name)
-
-
-async def _all_or_none(starts: Sequence[Coroutine[Any, Any, TextStream]]) -> list[TextStream]:
-    tasks = [asyncio.create_task(start) for start in starts]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        done = await asyncio.gather(*tasks, return_exceptions=True)
-        await abort_all([stream for stream in done if isinstance(stream, TextStream)])
-        raise

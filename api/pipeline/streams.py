@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...actors.protocol.replica_messages import SequenceUpdate
 from ...cluster.errors import DeadlineExceeded, GenerationFailed, RequestAborted, from_wire
@@ -371,6 +371,19 @@ def _message(events: Sequence[Event]) -> Message:
     text = "".join(event.text for event in events if isinstance(event, TextDelta))
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
     return answer_message(text, reasoning, [event for event in events if isinstance(event, ToolCall)])
+
+
+async def all_or_none(starts: Sequence[Coroutine[Any, Any, TextStream]]) -> list[TextStream]:
+    """Starts sequences at the same time. If one is refused, none runs."""
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        await abort_all([stream for stream in done if isinstance(stream, TextStream)])
+        raise
 
 
 async def abort_all(streams: Sequence[TextStream]) -> None:

@@ -14,6 +14,7 @@ from ...cluster.errors import ContextLengthExceeded, InvalidRequest
 from ...cluster.keys import OWNER, check_agent_id
 from ..media.prompt import MediaPrompt, Medium, media_said, place, with_media_tokens, with_references
 from ..text.answers.grammars import AnswerForm, Thought
+from ..text.answers.logprobs import ShownToken
 from ..text.answers.reasoning import ReasoningSplitter
 from ..text.answers.sequence_text import SequenceText
 from ..text.callers_text import AnswerLearner, CallersText
@@ -146,23 +147,25 @@ class CompletionRequest(Request):
     """Text to continue. `prompt` is a text or its token ids, or several of either.
 
     `special_tokens` adds those that the tokenizer puts around a text. With a `suffix` the answer is the text between
-    the prompt and the suffix. `echo` puts the prompt's text before the answer's.
+    the prompt and the suffix. `echo` puts the prompt's text before the answer's; `prompt_logprobs` asks for its tokens'
+    logprobs, with so many of the likeliest.
     """
 
     prompt: str | list[str] | list[int] | list[list[int]]
     special_tokens: bool = True
     suffix: str = ""
     echo: bool = False
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedPrompt:
     """A prompt as its model gets it, with what constrains its answers and how they are parsed.
 
-    `request` is the request, `model` the model that answers it, and `text_model` that model's text side. `prompt` has
-    media token ids in place of pictures; `media` are their spans, and `shown` their sources. `prelude` comes before the
-    text of an answer. `grammar` and `bad_words` are as in `Sampling`; `remembered_tokens`, `lasting_tokens` and
-    `lasting_saved` as in `GenerateRequest`. `truncated_messages` is how many were left out, because they did not fit.
+    `model` answers the `request`, and `text_model` is its text side. `prompt` has media token ids in place of pictures;
+    `media` are their spans, `shown` their sources. `prelude` comes before an answer's text, and `prelude_tokens` are
+    its tokens if they have logprobs. `grammar` and `bad_words` are as in `Sampling`; `remembered_tokens`,
+    `lasting_tokens` and `lasting_saved` as in `GenerateRequest`. `truncated_messages` is how many did not fit.
     """
 
     request: Request
@@ -170,6 +173,7 @@ class PreparedPrompt:
     text_model: TextModel
     prompt: list[int]
     prelude: str = ""
+    prelude_tokens: list[ShownToken] | None = None
     grammar: str = ""
     bad_words: list[list[int]] = field(default_factory=list)
     media: list[MediaSpan] = field(default_factory=list)
@@ -186,7 +190,8 @@ class PreparedPrompt:
 
     def sequence_text(self) -> SequenceText:
         """Returns what turns an answer's tokens into text."""
-        return self._read(self.text_model.tokenizer.detokenizer(self.prompt), prelude=self.prelude)
+        detokenizer = self.text_model.tokenizer.detokenizer(self.prompt)
+        return self._read(detokenizer, prelude=self.prelude, prelude_tokens=self.prelude_tokens)
 
     def learner(self) -> AnswerLearner | None:
         """Returns what remembers which markers of an answer were control tokens; None if that is not needed."""

@@ -52,10 +52,13 @@ class _Embedding:
         tokens, skipped = self.request.texts[index], self.request.skipped
         # At least one token must count.
         most = len(tokens) - 1
-        return PoolingText(tokens, min(skipped[index], most) if skipped else 0, tuple(self.request.score))
+        return PoolingText(
+            tokens, min(skipped[index], most) if skipped else 0, tuple(self.request.score), self.request.logprobs
+        )
 
     def answer(self) -> PooledTexts:
-        vectors = np.stack([self.vectors[index] for index in range(len(self.request.texts))])
+        join = np.stack if self.request.logprobs is None else np.concatenate
+        vectors = join([self.vectors[index] for index in range(len(self.request.texts))])
         return PooledTexts(vectors.shape[1], vectors.astype("<f4").tobytes())
 
 
@@ -117,12 +120,12 @@ class EmbedLoop:
     def _refusal(self, request: PoolingRequest, memory_bytes: int) -> SatchelError | None:
         loaded, hidden = self._loaded, self._loaded.hidden
         if refused := loaded.embedding.refusal:
-            return InvalidRequest(f"the model embeds no texts: {refused}", param="model")
+            does = "embeds no texts" if request.logprobs is None else "has no logprobs of prompts"
+            return InvalidRequest(f"the model {does}: {refused}", param="model")
         assert isinstance(hidden, HiddenStates)
-        if request.score and not hidden.exact:
-            return InvalidRequest(
-                "the model scores no texts: it changes its logits after the output layer", param="model"
-            )
+        if not hidden.exact and (request.score or request.logprobs is not None):
+            does = "scores no texts" if request.score else "has no logprobs of prompts"
+            return InvalidRequest(f"the model {does}: it changes its logits after the output layer", param="model")
         if not request.texts or not all(request.texts):
             return InvalidRequest("there are no texts, or one is empty", param="input")
         if request.skipped and (len(request.skipped) != len(request.texts) or min(request.skipped) < 0):

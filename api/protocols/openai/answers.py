@@ -119,8 +119,8 @@ def best_answers(answers: Sequence[Answer], sequences: int, choices: int) -> lis
     """
 
     def mean(answer: Answer) -> float:
-        shown = answer.logprobs or ()
-        return sum(token.logprob for token in shown) / len(shown) if shown else float("-inf")
+        found = [token.logprob for token in answer.logprobs or () if token.logprob is not None]
+        return sum(found) / len(found) if found else float("-inf")
 
     groups = [answers[start : start + sequences] for start in range(0, len(answers), sequences)]
     return [answer for group in groups for answer in sorted(group, key=mean, reverse=True)[:choices]]

@@ -258,12 +258,12 @@ class CompletionBody(GenerationBody):
 
     def check(self) -> None:
         super().check()
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo: not possible with logprobs: prompt tokens have none", param="echo")
         if self.best_of is not None and self.best_of < self.choices:
             raise InvalidRequest("best_of is less than n", param="best_of")
         if self.sequences > self.choices and self.stream:
             raise InvalidRequest("best_of: not possible with stream", param="best_of")
+        if self.sequences > self.choices and self.echo and self.logprobs is not None:
+            raise InvalidRequest("best_of: not possible with echo and logprobs", param="best_of")
         if self.suffix and self.truncate_prompt_tokens is not None:
             message = "truncate_prompt_tokens: not possible with a suffix"
             raise InvalidRequest(message, param="truncate_prompt_tokens")
@@ -290,6 +290,7 @@ class CompletionBody(GenerationBody):
             special_tokens=self.add_special_tokens is not False,
             suffix=self.suffix or "",
             echo=bool(self.echo),
+            prompt_logprobs=self.logprobs if self.echo else None,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             return_token_ids=bool(self.return_token_ids),
             cache_salt=self.cache_salt or "",

@@ -8,6 +8,7 @@ only that part. A token is returned with the last of its bytes.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,12 @@ class ShownToken:
     """A token of an answer's content.
 
     `data` are its shown bytes, perhaps a part of a character; `offset` is the index of the content's character in which
-    they begin. `top` are (bytes, logprob) of the likeliest tokens there, best first.
+    they begin. `top` are (bytes, logprob) of the likeliest tokens there, best first. The first token of a prompt has no
+    `logprob`.
     """
 
     data: bytes
-    logprob: float
+    logprob: float | None
     top: list[tuple[bytes, float]]
     offset: int
 
@@ -48,14 +50,18 @@ class _PendingToken:
 
 class TokenLedger:
     """One sequence's tokens on their way through the pipeline: call `add` for each sampled token, `show` and `skip` in
-    the order of the text, then `finish`."""
+    the order of the text, then `finish`.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        characters: how many come before the sequence's text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, characters: int = 0) -> None:
         self._tokenizer = tokenizer
         self._group: list[_PendingToken] = []
         self._entries: deque[_PendingToken] = deque()
         self._ready: list[ShownToken] = []
-        self._characters = 0
+        self._characters = characters
 
     def add(self, token: int, piece: str, logprobs: TokenLogprobs) -> None:
         """Adds a token, and the text that the detokenizer returned for it."""
@@ -120,11 +126,12 @@ class TokenLedger:
     def _end(self, entry: _PendingToken) -> None:
         if not entry.shown:
             return
-        drawn, top = entry.logprobs
-        named = [(self._tokenizer.token_bytes(token), _finite(value)) for token, value in top]
-        inside = _continues(entry.shown[0])
-        self._ready.append(ShownToken(entry.shown, _finite(drawn), named, self._characters - inside))
-        self._characters += sum(not _continues(byte) for byte in entry.shown)
+        self._ready.append(_shown(self._tokenizer, entry.shown, entry.logprobs, self._characters))
+        self._characters += _characters_of(entry.shown)
+
+    def hidden(self, token: int, logprobs: TokenLogprobs) -> ShownToken:
+        """Returns a token that is no part of the text, at the end of what has been shown."""
+        return _shown(self._tokenizer, self._tokenizer.token_bytes(token), logprobs, self._characters)
 
     def _replaced_bytes(self) -> int:
         """Returns how many of the next bytes one U+FFFD replaces: a maximal subpart (Unicode 3.9), or itself."""
@@ -141,6 +148,33 @@ class TokenLedger:
         return len(_REPLACEMENT)
 
 
+def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[ShownToken]:
+    """Returns all tokens of a prompt, also those that are no text.
+
+    Args:
+        logprobs: of all tokens but the first.
+    """
+    shown, characters = list[ShownToken](), 0
+    for token, found in zip(tokens, [None, *logprobs], strict=True):
+        shown.append(_shown(tokenizer, tokenizer.token_bytes(token), found, characters))
+        characters += _characters_of(shown[-1].data)
+    return shown
+
+
+def _shown(tokenizer: Tokenizer, data: bytes, logprobs: TokenLogprobs | None, characters: int) -> ShownToken:
+    """Returns a token behind so many characters."""
+    offset = characters - (data[:1] != b"" and _continues(data[0]))
+    if logprobs is None:
+        return ShownToken(data, None, [], offset)
+    named = [(tokenizer.token_bytes(token), _finite(value)) for token, value in logprobs[1]]
+    return ShownToken(data, _finite(logprobs[0]), named, offset)
+
+
+def _characters_of(data: bytes) -> int:
+    """Returns how many characters begin in bytes of UTF-8."""
+    return sum(not _continues(byte) for byte in data)
+
+
 def _continues(byte: int) -> bool:
     """Returns whether a byte of UTF-8 is not the first of its character."""
     return byte & 0xC0 == 0x80
@@ -154,7 +188,7 @@ def _finite(value: float) -> float:
 def chat_logprobs(tokens: list[ShownToken]) -> dict[str, Any]:
     """Returns the `logprobs` of a chat's choice or chunk."""
 
-    def one(data: bytes, logprob: float) -> dict[str, Any]:
+    def one(data: bytes, logprob: float | None) -> dict[str, Any]:
         return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
     content = [{**one(t.data, t.logprob), "top_logprobs": [one(*top) for top in t.top]} for t in tokens]
@@ -163,9 +197,12 @@ def chat_logprobs(tokens: list[ShownToken]) -> dict[str, Any]:
 
 def completion_logprobs(tokens: list[ShownToken]) -> dict[str, Any]:
     """Returns the `logprobs` of a text completion's choice or chunk. As in OpenAI's, `top_logprobs` include the sampled
-    token."""
-    top: list[dict[str, float]] = []
+    token, and a prompt's first token has None."""
+    top: list[dict[str, float] | None] = []
     for token in tokens:
+        if token.logprob is None:
+            top.append(None)
+            continue
         likeliest: dict[str, float] = {}
         for data, logprob in [*token.top, (token.data, token.logprob)]:
             likeliest.setdefault(_written(data), logprob)

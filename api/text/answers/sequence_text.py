@@ -50,6 +50,8 @@ class SequenceText:
         special_tokens: whether special tokens except end tokens become text.
         logprobs: whether events carry logprobs; `add` needs them then.
         prelude: text that comes before that of the tokens, such as the prompt's.
+        prelude_tokens: its tokens, if events carry their logprobs too; then they also carry the token that ends the
+            sequence.
 
     Attributes:
         follows_tokens: whether events carry `logprobs`.
@@ -72,6 +74,7 @@ class SequenceText:
         special_tokens: bool = False,
         logprobs: bool = False,
         prelude: str = "",
+        prelude_tokens: list[ShownToken] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer
@@ -82,7 +85,9 @@ class SequenceText:
         self._holds_calls = bool(stops or self._stop_tokens)
         self._held: list[TextEvent] = []
         self._special_tokens = special_tokens
-        self._prelude = prelude
+        self._prelude, self._prelude_tokens = prelude, prelude_tokens
+        self._tells_all = prelude_tokens is not None
+        self._untold: list[ShownToken] = []
         self._reasoning = reasoning
         self._stops = StopMatcher(stops, keeps=keeps_stop) if stops else None
         self._min_tokens = min_tokens
@@ -90,7 +95,7 @@ class SequenceText:
         self._harmony = harmony
         stages = (reasoning, self._stops, calls) if harmony is None else (calls or harmony, self._stops)
         self._pipeline = Pipeline([stage for stage in stages if stage is not None])
-        self._ledger = TokenLedger(tokenizer) if logprobs else None
+        self._ledger = TokenLedger(tokenizer, len(prelude)) if logprobs else None
         self.follows_tokens = logprobs
         self.tokens = 0
         self.reasoning_tokens = 0
@@ -136,14 +141,17 @@ class SequenceText:
                     self._ledger.add(token, piece, logprobs[index])
                 if piece:
                     pieces += self._pipeline.add(piece)
+            elif self._tells_all and self._ledger is not None and logprobs is not None:
+                self._untold.append(self._ledger.hidden(token, logprobs[index]))
             if thinking or self._thinking:
                 self.reasoning_tokens += 1
         return [*self._begin(), *self._events(pieces)]
 
     def _begin(self) -> list[TextEvent]:
         """Returns the event of the prelude at the first call."""
-        said, self._prelude = self._prelude, ""
-        return [TextDelta(said, None if self._ledger is None else [])] if said else []
+        said, tokens = self._prelude, self._prelude_tokens or []
+        self._prelude, self._prelude_tokens = "", None
+        return [TextDelta(said, None if self._ledger is None else tokens)] if said or tokens else []
 
     def finish(self, *, cut: bool = False) -> list[TextEvent]:
         """Returns the held events, after the last token or a stop string.
@@ -162,7 +170,7 @@ class SequenceText:
             self._stopped_in_call = stopped and self._splitter.in_call
             self.called = self.called and not self._stopped_in_call
         events = [*self._begin(), *self._events([*pieces, *self._pipeline.flush()])]
-        if self._ledger is not None and (rest := self._ledger.finish()):
+        if self._ledger is not None and (rest := [*self._ledger.finish(), *self._untold]):
             last = events[-1] if events else None
             if isinstance(last, TextDelta):
                 events[-1] = TextDelta(last.text, [*(last.logprobs or ()), *rest])

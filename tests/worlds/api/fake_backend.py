@@ -192,9 +192,19 @@ class FakeBackend:
             raise self.refusal
         if self.pooling is not None:
             await self.pooling.wait()
+        if request.logprobs is not None:
+            rows = np.concatenate([self.logprobs_in(text, request.logprobs) for text in request.texts])
+            return Vectors(PooledTexts(rows.shape[1], rows.astype("<f4").tobytes()), f"{model.info.name}#0")
         made = np.concatenate([self.vector_of(text, request) for text in request.texts])
         pooled = PooledTexts(len(made) // len(request.texts), made.astype("<f4").tobytes())
         return Vectors(pooled, f"{model.info.name}#0", "mac0", "test: the first")
+
+    @staticmethod
+    def logprobs_in(text: list[int], top: int) -> np.ndarray:
+        """Returns logprobs as `logprobs_of` has them."""
+        found = [FakeBackend.logprobs_of(token, top) for token in text[1:]]
+        rows = [[own, *(token for token, _ in best), *(value for _, value in best)] for own, best in found]
+        return np.array(rows).reshape(len(found), 1 + 2 * top)
 
     @staticmethod
     def vector_of(text: list[int], request: PoolingRequest) -> np.ndarray:

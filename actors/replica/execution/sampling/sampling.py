@@ -171,7 +171,7 @@ def _largest(logits: mx.array, width: int) -> mx.array:
     return mx.topk(logits if found is None else found[1], width, axis=-1)
 
 
-def _likeliest(logits: mx.array, width: int) -> mx.array:
+def likeliest(logits: mx.array, width: int) -> mx.array:
     """Returns the tokens with the `width` largest logits, `(sequences, width) uint32`."""
     if _by_rounds(width):
         return _one_by_one(logits, width)
@@ -186,7 +186,7 @@ def _likeliest(logits: mx.array, width: int) -> mx.array:
 
 
 def _one_by_one(logits: mx.array, width: int) -> mx.array:
-    """As `_likeliest`, without a sort; equally likely tokens are in the order of their ids."""
+    """As `likeliest`, without a sort; equally likely tokens are in the order of their ids."""
     places, found = mx.arange(logits.shape[1], dtype=mx.uint32), []
     # So that tokens of -inf come last, and no token comes twice.
     logits = mx.maximum(logits, mx.finfo(logits.dtype).min)
@@ -201,7 +201,7 @@ def _pick(array: mx.array, indices: list[int]) -> mx.array:
     return array if len(indices) == array.shape[0] else array[mx.array(indices)]
 
 
-def _log_sum(logits: mx.array) -> mx.array:
+def log_sum(logits: mx.array) -> mx.array:
     """Returns the logarithm of the sum of exponentials, `(sequences, 1)`. In parts, because a CPU adds up one number
     after the other: over 150,000 numbers the sum of float32 is off by up to a thousandth."""
     sequences, width = logits.shape
@@ -573,7 +573,7 @@ class BatchSampler:
         if not draw.asking:
             return draw
         mine = _pick(own, [sequence for sequence, _, _ in draw.asking])
-        total = _log_sum(mine)
+        total = log_sum(mine)
         chosen = mx.take_along_axis(
             mine, _pick(draw.tokens, [sequence for sequence, _, _ in draw.asking])[:, None], axis=-1
         )
@@ -583,7 +583,7 @@ class BatchSampler:
         for width in sorted({*widths}):
             members = [index for index, of_sequence in enumerate(widths) if of_sequence == width]
             logits = _pick(mine, members)
-            largest = _likeliest(logits, width)
+            largest = likeliest(logits, width)
             padding = [(0, 0), (0, max(widths) - width)]
             top_tokens = _put(top_tokens, members, mx.pad(largest, padding))
             top_values = _put(top_values, members, mx.pad(mx.take_along_axis(logits, largest, axis=-1), padding))

@@ -116,6 +116,27 @@ def test_scores_are_differences_of_the_models_own_logits(bench: MakeBench, loade
     assert asked.vectors("embeddings").shape == (3, loaded.embedding.dimensions)
 
 
+def test_logprobs_of_tokens_are_the_models_own(bench: MakeBench, loaded: LoadedModel):
+    """Of texts beside each other and beside embeddings, and of one in chunks; with the likeliest tokens, best first."""
+    texts = texts_of(1, 2, 600, 17)
+    asked = Asked(bench(prefill_chunk_tokens=256))
+    asked.ask("likeliest", texts, logprobs=3)
+    asked.ask("embeddings", texts)
+    asked.ask("alone", texts, logprobs=0)
+    asked.drain()
+    found = asked.vectors("likeliest")
+    assert found.shape == (sum(map(len, texts)) - len(texts), 7)
+    assert asked.vectors("alone")[:, 0] == pytest.approx(found[:, 0], abs=1e-3)
+    for text in texts:
+        rows, found = found[: len(text) - 1], found[len(text) - 1 :]
+        logits = loaded.model(mx.array([text], mx.uint32), cache=make_prompt_cache(loaded.model))[0]
+        own = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))[:-1]
+        best = -np.sort(-own, axis=-1)[:, :3]
+        assert rows[:, 0] == pytest.approx(own[np.arange(len(own)), text[1:]], abs=1e-3)
+        assert rows[:, 4:] == pytest.approx(best, abs=1e-3)
+        assert np.take_along_axis(own, rows[:, 1:4].astype(int), axis=1) == pytest.approx(best, abs=1e-3)
+
+
 def test_answers_and_embeddings_go_on_beside_each_other(bench: MakeBench, monkeypatch: pytest.MonkeyPatch):
     """Every step of the engine draws a running sequence's next token. Beside it a step either prefills or embeds, in
     turn, and neither more than prefill alone may."""
