@@ -460,9 +460,9 @@ class PoolingRequest:
             a prompt that the model was trained with; [] for none.
         score: [] for embeddings. [token] asks for the logit of a token after the text, [token, other] for the
             difference of two: vectors of one dimension.
+        tenant, flow: as in `GenerateRequest`.
         logprobs: None for vectors. A number asks for each token's logprob behind those before it, and for so many of
             the likeliest tokens in its place.
-        tenant, flow: as in `GenerateRequest`.
     """
 
     request_id: str
@@ -470,11 +470,11 @@ class PoolingRequest:
     texts: list[list[int]]
     skipped: list[int] = field(default_factory=list)
     score: list[int] = field(default_factory=list)
-    logprobs: int | None = None
     priority: int = 0
     deadline_s: float = 600.0
     tenant: str = ""
     flow: str = ""
+    logprobs: int | None = None
 
     @property
     def tokens(self) -> int:

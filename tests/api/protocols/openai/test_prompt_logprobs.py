@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from satchel.actors.protocol.replica_messages import SequenceUpdate
 from tests.worlds.api.fake_backend import FakeBackend
 
 
-def own(token: int) -> float:
+def own(token: int) -> Any:
     return pytest.approx(FakeBackend.logprobs_of(token, 0)[0])
 
 

@@ -119,9 +119,15 @@ def character_of(data: bytes) -> int:
     return len(data.decode("utf-8", "replace")) - 1
 
 
+def place_of(token: ShownToken) -> int:
+    """Its place in the answer, which is its logprob, negated."""
+    assert token.logprob is not None
+    return -int(token.logprob)
+
+
 def check(text: str, pieces: list[bytes], updates: list[range], **how: Any) -> list[TextEvent]:
     events = run(Bytes(pieces).sequence(**stages(**how)), updates)
-    found = [(-int(token.logprob), token.data, token.offset) for token in shown_tokens(events)]
+    found = [(place_of(token), token.data, token.offset) for token in shown_tokens(events)]
     assert found == expected(text, pieces, stages(**how))
     return events
 
@@ -198,7 +204,7 @@ def test_any_tokens_of_real_tokenizers(
     events += sequence.finish()
     shown = shown_tokens(events)
     assert b"".join(token.data for token in shown) == content(events).encode()
-    positions = [-int(token.logprob) for token in shown]
+    positions = [place_of(token) for token in shown]
     assert positions == sorted(set(positions))
     assert not any(tokens[position] in model.tokenizer.hidden_tokens for position in positions)
 
@@ -367,7 +373,7 @@ def test_a_broken_character_is_one_sign_however_many_tokens_it_has():
         pieces = [*broken, b"a", b"b"]
         events = run(Bytes(pieces).sequence(**stages(thinking=False, stops=[], tools=False)), [range(len(pieces))])
         assert content(events) == "\ufffdab"
-        found = [(-int(token.logprob), token.data) for token in shown_tokens(events)]
+        found = [(place_of(token), token.data) for token in shown_tokens(events)]
         assert found[-2:] == [(len(broken), b"a"), (len(broken) + 1, b"b")]
         assert b"".join(data for _, data in found[:-2]) == "\ufffd".encode()
         assert [token for token, _ in found[:-2]] == list(range(len(broken)))

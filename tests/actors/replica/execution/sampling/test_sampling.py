@@ -18,9 +18,9 @@ from satchel.actors.replica.execution.sampling.sampling import (
     BatchSampler,
     Draw,
     _largest,
-    _likeliest,
     _one_by_one,
     _stretches,
+    likeliest,
     noise_key,
 )
 from tests.worlds.replica import metal_on_cpu
@@ -349,7 +349,7 @@ def test_the_largest_logits_of_a_large_vocabulary_are_those_of_the_whole(vocabul
     wanted = -np.sort(-logits, axis=-1)[:, :32]
     assert _stretches(mx.array(logits), 32) is not None
     assert np.array_equal(-np.sort(-np.array(_largest(mx.array(logits), 32)), axis=-1), wanted)
-    for tokens in (np.array(_likeliest(mx.array(logits), 32)), np.array(_one_by_one(mx.array(logits), 32))):
+    for tokens in (np.array(likeliest(mx.array(logits), 32)), np.array(_one_by_one(mx.array(logits), 32))):
         assert np.array_equal(-np.sort(-np.take_along_axis(logits, tokens, axis=-1), axis=-1), wanted)
         assert (tokens < vocabulary).all()
     assert all(len({*sequence}) == 32 for sequence in tokens.tolist()), "none is told twice"
