@@ -91,46 +91,7 @@ def digest_files(
     Raises:
         ModelLoadError: a file cannot be read, or is changed while it is read.
     """
-    return _digests(_facts_of(paths), kept, progress, now_ns)
-
-
-@contextmanager
-def digests_meanwhile(
-    paths: Mapping[str, Path], kept: Path | None, progress: Callable[[float], None]
-) -> Iterator[Callable[[], dict[str, FileDigest]]]:
-    """A context in which files are hashed while they are loaded: both read a file at the same time, the second from the
-    system's cache. It gives a function that waits for the digests, with `progress`, and returns or raises what
-    `digest_files` does. If the context ends with an error, hashing ends too."""
-    # Before anything is loaded: a file that changes while that goes on has other facts afterwards.
     found = _facts_of(paths)
-    reached, unwanted = [0.0], threading.Event()
-
-    def note(fraction: float) -> None:
-        reached[0] = fraction
-        if unwanted.is_set():
-            raise CancelledError
-
-    with ThreadPoolExecutor(1, "digests") as pool:
-        future = pool.submit(_digests, found, kept, note)
-
-        def digests() -> dict[str, FileDigest]:
-            while wait([future], SHOWN_EVERY_S).not_done:
-                progress(reached[0])
-            return future.result()
-
-        try:
-            yield digests
-        except BaseException:
-            unwanted.set()
-            raise
-
-
-def _digests(
-    found: Mapping[str, tuple[Path, Facts]],
-    kept: Path | None,
-    progress: Callable[[float], None],
-    now_ns: Callable[[], int] = time.time_ns,
-) -> dict[str, FileDigest]:
     known = _known(found, _read(kept))
     if len(known) < len(found):
         with _alone(kept):
@@ -142,7 +103,42 @@ def _digests(
             settled = [each for each, is_settled in read.values() if is_settled]
             if settled:
                 _write(kept, entries, [*known.values()], settled)
-    return {name: known[name] for name in found}
+    return {name: known[name] for name in paths}
+
+
+@contextmanager
+def digests_meanwhile(
+    paths: Mapping[str, Path], kept: Path | None, progress: Callable[[float], None]
+) -> Iterator[Callable[[], dict[str, FileDigest]]]:
+    """A context in which files are hashed while they are loaded: both read a file at the same time, the second from the
+    system's cache. It gives a function that waits for the digests, with `progress`, and returns or raises what
+    `digest_files` does. If the context ends with an error, hashing ends too."""
+    # Before anything is loaded: a file that changes meanwhile has other facts afterwards.
+    before = _facts_of(paths)
+    reached, unwanted = [0.0], threading.Event()
+
+    def note(fraction: float) -> None:
+        reached[0] = fraction
+        if unwanted.is_set():
+            raise CancelledError
+
+    with ThreadPoolExecutor(1, "digests") as pool:
+        future = pool.submit(digest_files, paths, kept, note)
+
+        def digests() -> dict[str, FileDigest]:
+            while wait([future], SHOWN_EVERY_S).not_done:
+                progress(reached[0])
+            found = future.result()
+            for name, each in found.items():
+                if (each.path, each.facts) != before[name]:
+                    raise _changed(each.path)
+            return found
+
+        try:
+            yield digests
+        except BaseException:
+            unwanted.set()
+            raise
 
 
 def check_unchanged(digests: Mapping[str, FileDigest], paths: Mapping[str, Path]) -> None:
