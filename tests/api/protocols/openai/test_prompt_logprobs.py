@@ -73,9 +73,3 @@ async def test_a_model_that_has_none_says_so(api, backend):
     assert response.status_code == 400 and "its layers are divided" in response.json()["error"]["message"]
     assert response.json()["error"]["param"] == "echo"
     assert (await api.complete("once", echo=True)).status_code == 200
-
-
-async def test_what_is_refused_with_it(api, backend):
-    response = await api.complete("once", echo=True, logprobs=1, best_of=2)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
-    assert backend.pooled == []

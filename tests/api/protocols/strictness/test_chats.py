@@ -176,7 +176,6 @@ async def test_options_of_a_stream_need_one(api):
     [
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"echo": 1}, "echo"),
-        ({"echo": True, "logprobs": 1}, "echo"),
         ({"suffix": "end"}, "suffix"),
         ({"suffix": 5}, "suffix"),
         ({"max_tokens": -1}, "max_tokens"),
@@ -185,6 +184,7 @@ async def test_options_of_a_stream_need_one(api):
         ({"best_of": 0}, "best_of"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 2, "echo": True, "logprobs": 1}, "best_of"),
         ({"add_special_tokens": "no"}, "add_special_tokens"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
