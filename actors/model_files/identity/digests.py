@@ -110,9 +110,10 @@ def digest_files(
 def digests_meanwhile(
     paths: Mapping[str, Path], kept: Path | None, progress: Callable[[float], None]
 ) -> Iterator[Callable[[], dict[str, FileDigest]]]:
-    """A context in which files are hashed while they are loaded: both read a file at the same time, the second from the
-    system's cache. It gives a function that waits for the digests, with `progress`, and returns or raises what
-    `digest_files` does. If the context ends with an error, hashing ends too."""
+    """A context in which files are hashed while they are loaded: both read a file at the same time, the second from
+    the system's cache. It gives a function that waits for the digests, with `progress`, and returns or raises what
+    `digest_files` does; it also raises if a file has changed since the context began. If the context ends with an
+    error, hashing ends too."""
     # Before anything is loaded: a file that changes meanwhile has other facts afterwards.
     before = _facts_of(paths)
     reached, unwanted = [0.0], threading.Event()
@@ -132,6 +133,7 @@ def digests_meanwhile(
             for name, each in found.items():
                 if (each.path, each.facts) != before[name]:
                     raise _changed(each.path)
+            check_unchanged(found, paths)
             return found
 
         try:
@@ -142,7 +144,7 @@ def digests_meanwhile(
 
 
 def check_unchanged(digests: Mapping[str, FileDigest], paths: Mapping[str, Path]) -> None:
-    """Checks that the files have not changed since they were hashed: so what was loaded meanwhile has these digests.
+    """Checks that the files have not changed since they were hashed: so what was loaded since then has these digests.
 
     Raises:
         ModelLoadError: one has changed.

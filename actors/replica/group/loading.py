@@ -19,7 +19,7 @@ from ....cluster.environment import default_home
 from ....cluster.errors import ModelLoadError, NoRoom
 from ...model_files.context import context_length
 from ...model_files.foreign_code import refuse_model_file
-from ...model_files.identity.digests import check_unchanged, digests_meanwhile
+from ...model_files.identity.digests import digests_meanwhile
 from ...model_files.identity.model_identity import ModelIdentity
 from ...model_files.identity.model_parts import ModelPart, identity_of
 from ...model_files.source import Progress, first_sentence, read_json, resolve
@@ -244,7 +244,6 @@ def load_part(
             why = error.message if isinstance(error, ModelLoadError) else first_sentence(error)
             raise ModelLoadError(f"{part.words} of {source} cannot be loaded: {why}") from error
         digested = digests_of()
-    check_unchanged(digested, paths)
     spec = with_windows(model, read_spec(caches, 2, POLICIES[kv]))
     installed = any([attention.install(opened.whole), soft_caps.install(opened.whole)])
     seen = str(states.dtype).removeprefix("mlx.core.")

@@ -19,7 +19,7 @@ from ....cluster.config.nodes import Node
 from ....cluster.config.timing import Timing
 from ....cluster.environment import default_home
 from ....cluster.errors import ModelLoadError, SatchelError
-from ...model_files.identity.digests import check_unchanged, digests_meanwhile
+from ...model_files.identity.digests import digests_meanwhile
 from ...model_files.identity.model_identity import ModelIdentity
 from ...model_files.source import resolve
 from ...model_files.weights import WeightFile, bytes_in_memory
@@ -151,7 +151,6 @@ class JobServing(ABC):
         with digests_meanwhile(paths, default_home().digests_file, lambda part: progress(what, part)) as digests_of:
             loaded = self.load(folder, model.source)
             digested = digests_of()
-        check_unchanged(digested, paths)
         weights = mx.get_active_memory()
         temporary = max(0, mx.get_peak_memory() - weights)
         given = min(GIVEN_BYTES_MAX, memory.share_bytes() // GIVEN_PART) if loaded.brings else 0

@@ -151,7 +151,6 @@ def load(
     with digests_meanwhile(paths, digests, lambda fraction: progress(checking, fraction)) as digests_of:
         running, blind = _started(how)
         digested = digests_of()
-    check_unchanged(digested, paths)
     files = {name: digested[name].digest.hex() for name in model_paths} | order_of_weights(folder, weight_files)
     context = context_length(running.config, getattr(running.whole, "args", None))
     if context.guessed:
