@@ -14,13 +14,14 @@ import numpy as np
 
 from ...actors.model_files.sentence_modules import SentenceModules, read_sentence_modules
 from ...actors.protocol.replica_messages import PoolingRequest
-from ...cluster.errors import InvalidRequest, Unavailable
+from ...cluster.errors import InvalidRequest
 from ...cluster.telemetry.context import span
 from ..requests.backend import ServedModel, Vectors
 from ..requests.requests import Request
 from ..text.model import TextModel
 from ..text.pairs import pair_form
 from .generation import Generator
+from .kinds import check_pools
 from .sending import sent_fields
 from .spans import EMBEDDINGS, note_model, note_usage
 from .vectors import EmbeddingRequest, RankingRequest, TokenTexts, embedding_texts, ranking_texts
@@ -79,7 +80,7 @@ class Embedder:
         """
 
         def encode(text: TextModel, model: ServedModel, sentences: SentenceModules) -> TokenTexts:
-            _check_embeds(model)
+            check_pools(model, "embeddings", "model")
             embedding = model.info.embedding
             if request.dimensions is not None and not 1 <= request.dimensions <= embedding.dimensions:
                 message = f"dimensions: the model {model.info.name!r} has 1 to {embedding.dimensions}"
@@ -87,9 +88,7 @@ class Embedder:
             return embedding_texts(text.tokenizer, model, sentences, request)
 
         model, texts, answer = await self._run(request, encode)
-        vectors = await asyncio.to_thread(
-            _shortened, _array(answer), request.dimensions, model.info.embedding.normalized
-        )
+        vectors = await asyncio.to_thread(_shortened, answer.array, request.dimensions, model.info.embedding.normalized)
         return Embeddings(model, vectors, texts.count, answer.replica, answer.node, answer.why)
 
     async def rank(self, request: RankingRequest) -> Ranking:
@@ -98,12 +97,12 @@ class Embedder:
             raise InvalidRequest("top_n: must be at least 1", param="top_n")
 
         def encode(text: TextModel, model: ServedModel, sentences: SentenceModules) -> TokenTexts:
-            _check_embeds(model)
+            check_pools(model, "embeddings", "model")
             pairs = pair_form(text.tokenizer, text.template, sentences, f"{model.info.name} {model.info.folder}")
             return ranking_texts(text.tokenizer, model, sentences, pairs, request)
 
         model, texts, answer = await self._run(request, encode)
-        vectors = _array(answer)
+        vectors = answer.array
         scores = _probabilities(vectors[:, 0]) if texts.score else await asyncio.to_thread(_cosines, vectors)
         # Documents with equal scores stay in order.
         order = np.argsort(-scores, kind="stable")[: request.top_n]
@@ -136,21 +135,6 @@ class Embedder:
                 return model, texts, await generator.backend.pool(model, pooling)
             finally:
                 admitted.close()
-
-
-def _check_embeds(model: ServedModel) -> None:
-    info = model.info
-    if info.proving:
-        raise Unavailable(
-            f"the self-test of {info.name!r} has not ended: embeddings are not supported yet", retry_after_s=5.0
-        )
-    if info.embedding.refusal:
-        message = f"the model {info.name!r} does not support embeddings: {info.embedding.refusal}"
-        raise InvalidRequest(message, param="model")
-
-
-def _array(answer: Vectors) -> np.ndarray:
-    return np.frombuffer(answer.pooled.vectors, "<f4").reshape(-1, answer.pooled.dimensions)
 
 
 def _shortened(vectors: np.ndarray, dimensions: int | None, normalized: bool) -> np.ndarray:

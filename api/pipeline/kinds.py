@@ -1,4 +1,4 @@
-"""Models that make text, models that make images, and models of speech. Pure."""
+"""Models that make text, models that make images, and models of speech; and models with hidden states. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ...actors.protocol.replica_messages import ModelInfo
 from ...actors.protocol.speech_messages import SPEAK, TRANSLATE, SpeechInfo
-from ...cluster.errors import InvalidRequest
+from ...cluster.errors import InvalidRequest, Unavailable
 from ..requests.backend import ListedModel, ServedModel
 
 TEXT_ROUTES = "POST /v1/chat/completions and the other routes of text"
@@ -34,6 +34,25 @@ def check_makes_text(model: ServedModel) -> None:
     """
     if not model.info.makes_text:
         raise _other(model, "no text")
+
+
+def check_pools(model: ServedModel, what: str, param: str) -> None:
+    """
+    Args:
+        what: is wanted of the model's hidden states, in the plural.
+        param: the field that asks for it.
+
+    Raises:
+        InvalidRequest: the model has none.
+        Unavailable: that is not known yet.
+    """
+    info = model.info
+    if info.proving:
+        message = f"the self-test of {info.name!r} has not ended: {what} are not supported yet"
+        raise Unavailable(message, retry_after_s=5.0)
+    if info.embedding.refusal:
+        message = f"the model {info.name!r} does not support {what}: {info.embedding.refusal}"
+        raise InvalidRequest(message, param=param)
 
 
 def check_makes_images(model: ServedModel) -> None:

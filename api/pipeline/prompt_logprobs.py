@@ -10,10 +10,11 @@ from dataclasses import replace
 import numpy as np
 
 from ...actors.protocol.replica_messages import PoolingRequest, TokenLogprobs
-from ...cluster.errors import InvalidRequest, Unavailable
-from ..requests.backend import Backend, ServedModel
+from ...cluster.errors import InvalidRequest
+from ..requests.backend import Backend
 from ..requests.requests import PreparedPrompt
 from ..text.answers.logprobs import prompt_logprobs
+from .kinds import check_pools
 from .sending import sent_fields
 
 TOKENS_MAX = 2**18
@@ -34,7 +35,7 @@ async def with_prompt_logprobs(
         Unavailable: it is not known yet whether it has, or no replica takes the request.
     """
     request, model = prompts[0].request, prompts[0].model
-    _check(model)
+    check_pools(model, "logprobs of prompt tokens", "echo")
     if sum(len(prompt.prompt) for prompt in prompts) > TOKENS_MAX:
         message = f"logprobs: the prompts have more than {TOKENS_MAX} tokens together: send them in several requests"
         raise InvalidRequest(message, param="logprobs")
@@ -45,9 +46,8 @@ async def with_prompt_logprobs(
         priority=request.caller.priority(request.options.priority),
         **sent_fields(request, "prompts", deadline),
     )
-    pooled = (await backend.pool(model, pooling)).pooled
-    numbers = np.frombuffer(pooled.vectors, "<f4").reshape(-1, pooled.dimensions)
-    return await asyncio.to_thread(_told, prompts, numbers, top)
+    answer = await backend.pool(model, pooling)
+    return await asyncio.to_thread(_told, prompts, answer.array, top)
 
 
 def _told(prompts: Sequence[PreparedPrompt], numbers: np.ndarray, top: int) -> list[PreparedPrompt]:
@@ -74,13 +74,3 @@ def _logprobs_of(numbers: np.ndarray, top: int) -> list[TokenLogprobs]:
     ids, values = numbers[:, 1 : 1 + top].astype(int).tolist(), numbers[:, 1 + top :].tolist()
     likeliest = [list(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
     return list(zip(numbers[:, 0].tolist(), likeliest, strict=True))
-
-
-def _check(model: ServedModel) -> None:
-    info = model.info
-    if info.proving:
-        message = f"the self-test of {info.name!r} has not ended: prompt tokens have no logprobs yet"
-        raise Unavailable(message, retry_after_s=5.0)
-    if info.embedding.refusal:
-        message = f"echo: not possible with logprobs: the model {info.name!r} has none of prompt tokens"
-        raise InvalidRequest(f"{message}: {info.embedding.refusal}", param="echo")

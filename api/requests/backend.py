@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from ...actors.protocol.pool_messages import PooledModel
 from ...actors.protocol.replica_messages import (
     GenerateRequest,
@@ -79,6 +81,11 @@ class Vectors:
     replica: str
     node: str = ""
     why: str = ""
+
+    @property
+    def array(self) -> np.ndarray:
+        """The vectors, `(vectors, dimensions)` float32."""
+        return np.frombuffer(self.pooled.vectors, "<f4").reshape(-1, self.pooled.dimensions)
 
 
 @dataclass(frozen=True)
