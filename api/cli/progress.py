@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from contextlib import suppress
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+
+from ...cluster.bring_up.launch import SENTENCE
+from ...cluster.errors import SatchelError
+
+
+def print_error(error: SatchelError, output: TextIO | None = None) -> None:
+    """Prints the sentence that a command ends with; None is standard error. A reader that has gone away is no error."""
+    with suppress(OSError):
+        print(f"{SENTENCE}{error.message}", file=output or sys.stderr, flush=True)
+
+
+class _Output(Console):
+    """A console that stays silent once its reader has gone away. Rich's own would end the process, or the thread."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 class ProgressDisplay:
@@ -18,7 +36,7 @@ class ProgressDisplay:
     """
 
     def __init__(self, output: TextIO | None = None) -> None:
-        self._console = Console(file=output, highlight=False, soft_wrap=True, markup=False)
+        self._console = _Output(file=output, highlight=False, soft_wrap=True, markup=False)
         self._guard = threading.Lock()
         self._bars: Bars | None = None
         self._tasks: dict[str, TaskID] = {}

@@ -40,7 +40,7 @@ from ...cluster.trust.endpoint_certificate import read_certificate
 from ...cluster.trust.invitations import invite
 from ...cluster.trust.takeover_state import takeover_state_of
 from .endpoint import ToldEndpoint, tell_nodes
-from .progress import ProgressDisplay
+from .progress import ProgressDisplay, print_error
 
 POLL_S = 0.1
 NODES_WAIT_S = 120.0
@@ -220,7 +220,7 @@ def serve(config: Config, home: Home) -> None:
             _shut_down(deployment, config, signals, progress)
     except SatchelError as error:
         _stop(start_up, cluster)
-        print(f"satchel: {error.message}", file=sys.stderr)
+        print_error(error)
         leave(1)
     _stop(start_up, cluster)
     progress.say("Stopped")

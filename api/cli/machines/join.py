@@ -32,7 +32,7 @@ from ....cluster.trust.takeover_state import (
     kept_takeover_state,
     renounce_takeover_state,
 )
-from ..progress import ProgressDisplay
+from ..progress import ProgressDisplay, print_error
 from ..serve import POLL_S, StopSignals, as_sentence, leave
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
             forget_takeover_state(home)
             home.token_file.unlink(missing_ok=True)
         # The supervising process reads it with the progress, separate from libraries' output.
-        print(f"satchel: {error.message}", file=output if kept else sys.stderr, flush=True)
+        print_error(error, output if kept else None)
         leave(REMOVED if isinstance(error, NodeRemoved) else 1)
     cluster.stop()
     leave(0)

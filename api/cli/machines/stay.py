@@ -27,6 +27,7 @@ from ....cluster.telemetry.logs import begin_logs
 from ....cluster.trust.admission import knock
 from ....cluster.trust.invitations import Invitation, remembered
 from ....cluster.trust.takeover_state import ways_back
+from ..progress import print_error
 from ..serve import POLL_S, StopSignals, leave
 from .join import REMOVED
 
@@ -136,7 +137,7 @@ def stay(invitation: Invitation, node: Node, home: Home) -> NoReturn:
     try:
         code = _Stay(invitation, node, home, signals).run()
     except SatchelError as error:
-        print(f"satchel: {error.message}", file=sys.stderr)
+        print_error(error)
         code = 1
     home.node_file.unlink(missing_ok=True)
     lock.release()
