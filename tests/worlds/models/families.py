@@ -198,6 +198,8 @@ def write_model(
     groups."""
     config = config_of(family, **other)
     model_class, arguments_class = _get_classes(config)
+    # A layer's biases begin with numbers of MLX's own generator.
+    mx.random.seed(seed)
     model: nn.Module = model_class(arguments_class.from_dict(config))
     model.update(random_weights(model, seed))
     if bits is not None:

@@ -246,7 +246,10 @@ def write_model(folder: Path, family: str, *, seed: int = 7) -> Path:
 
 def write(folder: Path, name: str, kind: Family, *, seed: int = 7) -> Path:
     """Write a tiny model into `folder`, whose type is `name` where its config does not say another one."""
-    model = build(write_files(folder, name, kind))
+    config = write_files(folder, name, kind)
+    # As for the families of text.
+    mx.random.seed(seed)
+    model = build(config)
     model.update(random_weights(model, seed))
     mx.save_safetensors(
         str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
