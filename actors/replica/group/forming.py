@@ -26,6 +26,7 @@ from .calls.following import Following
 from .calls.leading import Leading
 from .link.broken import Wholeness
 from .link.connection import FAILED, HANDSHAKE_S, Address, Connection
+from .link.device_ring import Offer, answer
 from .link.heartbeats import Heartbeats
 from .link.times import Times
 from .pictures.picture_messages import Wanted
@@ -197,7 +198,11 @@ class Member:
             if (shared := ranks_of(loaded)) is None:
                 self._begin_heartbeats(beating)
                 tokens = self._connect(addresses[0], 0, _TOKENS)
+                ring = Offer(tokens, self._until)
                 (loaded.model.before,) = self._accept([_STATES])
+                loaded.model.before.receiving = answer(loaded.model.before, self._until)
+                # The first stage answers once it has tried its own.
+                tokens.sending = ring.tried()
                 loaded.model.times = self.times
             ranks = [Rank(**connection.expect(_RANK, self._until)) for connection in calls]
             if why := why_not([*ranks, Rank.of(loaded, batch)]):
@@ -237,6 +242,8 @@ class Member:
             host, port, leads, token_bytes = calls.expect(_FORM, self._until)
             after = self._take_place(loaded, before, (host, port), leads) if shared is None else None
             tokens = before[0] if before and not self._rank else None
+            if tokens is not None:
+                tokens.receiving = answer(tokens, self._until)
             batch = Batch(loaded)
             if after is not None:
                 loaded.model.tokens, loaded.model.times = tokens, self.times
@@ -262,9 +269,11 @@ class Member:
         if self._rank:
             loaded.model.before = before[0]
             self._begin_heartbeats([(before[1], f"stage {self._rank - 1}")])
+            before[0].receiving = answer(before[0], self._until)
         loaded.model.after = connection = self._connect(after, self._rank + 1, _STATES)
         if not leads:
             self._begin_heartbeats([(self._connect(after, self._rank + 1, _NEIGHBOUR), f"stage {self._rank + 1}")])
+        connection.sending = Offer(connection, self._until).tried()
         return connection
 
     def memory_bytes_of(self, rank: int) -> int:

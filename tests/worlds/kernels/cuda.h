@@ -2,6 +2,7 @@
 #pragma once
 #include "numbers.h"
 #include "threads.h"
+#include <sched.h>
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
@@ -16,6 +17,9 @@ static unsigned __byte_perm(unsigned low, unsigned high, unsigned order) {
 
 static unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
 static float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
+
+static void __threadfence_system() { __sync_synchronize(); }
+static void __nanosleep(unsigned) { sched_yield(); }
 
 static float __shfl_sync(unsigned, float x, int lane) {
   static float exchanged[2][1024];

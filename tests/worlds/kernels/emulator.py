@@ -70,7 +70,7 @@ def run(
     memory in which something was before.
 
     Raises:
-        RuntimeError: threads wait for each other for ever, or an output was written beyond its ends.
+        RuntimeError: threads wait for each other for ever, a trap, or an output was written beyond its ends.
     """
     assert grid[1:] == threadgroup[1:] == (1, 1) and grid[0] % threadgroup[0] == 0, "whole groups along one axis"
     mx.eval(list(inputs))
@@ -80,8 +80,9 @@ def run(
         for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
     ]
     places = [*(array.ctypes.data for array in given), *(array.ctypes.data + _MARGIN for array in made)]
-    if library.launch((ctypes.c_void_p * len(places))(*places), grid[0] // threadgroup[0], threadgroup[0]):
-        raise RuntimeError("threads wait for each other for ever")
+    failed = library.launch((ctypes.c_void_p * len(places))(*places), grid[0] // threadgroup[0], threadgroup[0])
+    if failed:
+        raise RuntimeError("the kernel ended by a trap" if failed == 2 else "threads wait for each other for ever")
     if any((array[:_MARGIN] != 0xAB).any() or (array[-_MARGIN:] != 0xAB).any() for array in made):
         raise RuntimeError("an output was written beyond its ends")
     return [

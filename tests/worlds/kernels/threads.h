@@ -42,17 +42,19 @@ static void wait_for(Meeting& meeting, int all) {
   if (++meeting.arrived == all) { meeting.arrived = 0; meeting.round++; return; }
   while (meeting.round == mine) leave();
 }
+static bool trapped;
+static void __trap() { trapped = true; }
 static void wait_for_group() { wait_for(of_group, count); }
 static void wait_for_warp() {
   const int first = running & ~31;
   wait_for(of_warps[running >> 5], count - first < 32 ? count - first : 32);
 }
 
-// Returns 1 if threads wait for others that never come.
+// Returns 1 if threads wait for others that never come, 2 after a trap.
 extern "C" int launch(void** given, int groups, int size) {
   constexpr int STACK = 1 << 16;
   static char stacks[1024][STACK];
-  pointers = given, count = size;
+  pointers = given, count = size, trapped = false;
   for (int i = 0; i < count; i++) {
     getcontext(&threads[i].start);
     threads[i].start.uc_stack.ss_sp = stacks[i];
@@ -75,5 +77,5 @@ extern "C" int launch(void** given, int groups, int size) {
       if (left && steps == before) return 1;
     }
   }
-  return 0;
+  return trapped ? 2 : 0;
 }

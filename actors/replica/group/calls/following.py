@@ -17,7 +17,7 @@ from ..link.broken import Wholeness, in_words
 from ..link.connection import Connection
 from ..link.times import Times
 from ..pictures.picture_messages import read_pictures, read_shown
-from .leading import COMPUTING, COUNT, END, KEPT, NUMBERED, PICTURES, SENT, SHOWN, TELL, TOKENS
+from .leading import COMPUTING, COUNT, END, KEPT, NUMBERED, PICTURES, PUT, SENT, SHOWN, TELL, TOKENS
 
 
 class Following:
@@ -120,7 +120,10 @@ class Following:
             if value.code == TOKENS:
                 return mx.array(np.frombuffer(value.data, "<u4"))
             if value.code == SENT and self._tokens is not None:
-                return self._tokens.await_array((int.from_bytes(value.data, "big"),))
-            if value.code in (COUNT, SENT):
-                return mx.zeros(int.from_bytes(value.data, "big"), mx.uint32)
+                return self._tokens.await_numbers(int.from_bytes(value.data, "big"))
+            if value.code == PUT and self._tokens is not None and self._tokens.receiving is not None:
+                count, number = (int.from_bytes(each, "big") for each in (value.data[:8], value.data[8:]))
+                return self._tokens.receiving.take((count,), mx.uint32, number)
+            if value.code in (COUNT, SENT, PUT):
+                return mx.zeros(int.from_bytes(value.data[:8], "big"), mx.uint32)
         return [self._unpacked(each) for each in value] if isinstance(value, list) else value

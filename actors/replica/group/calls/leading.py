@@ -34,10 +34,11 @@ T = TypeVar("T")
 TELL, END = "tell", "end"
 """Kinds of messages: calls to do, and the end of the group."""
 
-KEPT, TOKENS, COUNT, PICTURES, SHOWN, SENT = 1, 2, 3, 4, 5, 6
+KEPT, TOKENS, COUNT, PICTURES, SHOWN, SENT, PUT = 1, 2, 3, 4, 5, 6, 7
 """Kinds of msgpack's extension values: KV by its number, an array of tokens as little-endian uint32, and in its place
 the number of its tokens, if the followers get them in the model itself; a sequence's pictures, and what its next tokens
-need of them; and the number of tokens that the first stage gets on a connection of their own."""
+need of them; and the number of tokens that the first stage gets on a connection of their own, or, with their number
+there, through its ring."""
 
 NUMBERED = frozenset({"cut", "adopt_part", "adopt_slabs"})
 """Calls that return KV, which gets numbers."""
@@ -84,8 +85,8 @@ class Leading:
     ) -> None:
         self._calls, self._wholeness, self.overlaps = calls, wholeness, overlaps
         self._tokens = tokens
-        # Arrays of tokens that calls will tell, and what is sent of them.
-        self._known: list[tuple[mx.array, Launched | Callable[[], Sequence[int]]]] = []
+        # Arrays of tokens that calls will tell, and what is sent of them, or their numbers in the ring.
+        self._known: list[tuple[mx.array, Launched | Callable[[], Sequence[int]] | int]] = []
         self._wanted = wanted or [Wanted()] * len(calls)
         self.count = len(calls)
         self.times = times or Times()
@@ -164,29 +165,40 @@ class Leading:
         """See `execution.followers.Followers`."""
         if self._tokens is None:
             return []
-        there, launched = self._tokens.launchable(inputs)
-        self._note(inputs, launched)
+        there, what = self._launchable(self._tokens, inputs)
+        self._note(inputs, what)
         return [there]
+
+    def _launchable(self, connection: Connection, inputs: mx.array) -> tuple[mx.array, Launched | int]:
+        """Returns what must be launched, and what is sent then or the number in the ring."""
+        ring = connection.sending
+        return connection.launchable(inputs) if ring is None else ring.put(inputs)
 
     def know(self, inputs: mx.array, tokens: Callable[[], Sequence[int]]) -> None:
         """See `execution.followers.Followers`."""
         if self._tokens is not None:
             self._note(inputs, tokens)
 
-    def _note(self, inputs: mx.array, what: Launched | Callable[[], Sequence[int]]) -> None:
+    def _note(self, inputs: mx.array, what: Launched | Callable[[], Sequence[int]] | int) -> None:
         self._known.append((inputs, what))
         del self._known[:-KNOWN_MOST]
 
-    def _send_tokens(self, connection: Connection, inputs: mx.array) -> None:
+    def _sent(self, connection: Connection, inputs: mx.array) -> msgpack.ExtType:
+        """Sends tokens to the first stage. Returns what calls say of them."""
         place = next((place for place, (each, _) in enumerate(self._known) if each is inputs), None)
-        if place is None:
-            connection.send_launched(inputs)
-            return
-        _, what = self._known.pop(place)
+        if place is not None:
+            _, what = self._known.pop(place)
+        else:
+            there, what = self._launchable(connection, inputs)
+            mx.async_eval(there)
+        count = inputs.size.to_bytes(8, "big")
+        if isinstance(what, int):
+            return msgpack.ExtType(PUT, count + what.to_bytes(8, "big"))
         if isinstance(what, Launched):
             connection.put_launched(what)
         else:
             connection.send_numbers(what())
+        return msgpack.ExtType(SENT, count)
 
     def pass_tokens(self) -> None:
         """See `execution.followers.Followers`."""
@@ -232,8 +244,7 @@ class Leading:
             # They need not have been drawn yet.
             return msgpack.ExtType(COUNT, value.size.to_bytes(8, "big"))
         if isinstance(value, mx.array) and self._tokens is not None:
-            self._send_tokens(self._tokens, value)
-            return msgpack.ExtType(SENT, value.size.to_bytes(8, "big"))
+            return self._sent(self._tokens, value)
         if isinstance(value, mx.array):
             return msgpack.ExtType(TOKENS, np.array(value).astype("<u4").tobytes())
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -29,6 +29,7 @@ from ....kv_store.transfer.link import Link
 from ....kv_store.transfer.wire import pack, unpack
 from ...device.device import as_numpy, launched_as_numpy
 from .arrays import FAIL_S, Incoming, Launched, Outgoing, Plain
+from .device_ring import Receiving, Sending
 from .times import Times
 
 Address = tuple[str, int]
@@ -68,6 +69,7 @@ class Connection:
     Attributes:
         failed: called with the reason, by another thread, if the device fails at an array that `send_launched` has.
         times: of the process: its threads' waits for the device, and sending.
+        sending, receiving: through which cards of one machine pass arrays; None if these go over the network.
     """
 
     def __init__(self, sock: socket.socket, seals: Seals) -> None:
@@ -81,8 +83,10 @@ class Connection:
         self._incoming: Incoming | None = None
         self.failed: Callable[[str], object] = lambda why: None
         self.times = Times()
-        # Of the array that came last, as its name.
-        self._dtype = ""
+        self.sending: Sending | None = None
+        self.receiving: Receiving | None = None
+        # Of the array that came last, and of the one that was sent last, as its name.
+        self._dtype = self._sent_dtype = ""
         # What was promised by `await_array` and was not waited for yet.
         self._awaited: deque[_Awaited] = deque()
 
@@ -162,14 +166,25 @@ class Connection:
     def send_launched(self, array: mx.array) -> None:
         """As `send_array`, but launches the array and does not wait for the device: another thread does. So an error of
         the device may be reported there, and must be one that this thread's next wait reports too, as CUDA's are."""
-        there, launched = self.launchable(array)
-        mx.async_eval(there)
-        self.put_launched(launched)
+        before, self._sent_dtype = self._sent_dtype, _name_of(array.dtype)
+        if self.sending is None:
+            there, launched = self.launchable(array)
+            mx.async_eval(there)
+            self.put_launched(launched)
+        elif not before:
+            # It says the dtype of all. It must be gone before the device can wait for what only comes after it: while
+            # this thread waits for the device, no other one may run.
+            self.send_array(array)
+            self.wait_sent()
+        elif before != self._sent_dtype:
+            raise LinkGarbage(f"hidden states are {self._sent_dtype}, not {before}")
+        else:
+            self.sending.send(array)
 
     def launchable(self, array: mx.array) -> tuple[mx.array, Launched]:
         """Returns what must be launched before an array can be sent as by `send_launched`, and the argument of
         `put_launched`, which sends it."""
-        dtype, shape = str(array.dtype).removeprefix("mlx.core."), array.shape
+        dtype, shape = _name_of(array.dtype), array.shape
         # MLX may move the memory of what another thread reads, so that must be nobody else's: a copy, of words, because
         # adding would change the sign of a float's zero.
         there = array.view(mx.uint16 if array.dtype.size == 2 else mx.uint32) + 0
@@ -231,6 +246,10 @@ class Connection:
         Raises:
             LinkGarbage: something else came, or an array of another shape.
         """
+        array = self._from_ring(shape)
+        return self._received(shape) if array is None else array
+
+    def _received(self, shape: Sequence[int]) -> mx.array:
         plain = self._receiving().take()
         self._dtype = plain.dtype
         if why := _why_another(plain, shape):
@@ -244,13 +263,27 @@ class Connection:
         Raises:
             LinkError: as `receive_array`, if it has to be waited for here, or if it is known that it does not come.
         """
+        array = self._from_ring(shape)
+        return self._awaited_array(shape) if array is None else array
+
+    def await_numbers(self, count: int) -> mx.array:
+        """As `await_array`, for what `send_numbers` sends, or tokens that go over the network."""
+        return self._awaited_array((count,))
+
+    def _awaited_array(self, shape: Sequence[int]) -> mx.array:
         incoming = self._receiving()
         if not self._dtype or incoming.ready:
-            return self.receive_array(shape)
+            return self._received(shape)
         awaited = _Awaited(shape, self._dtype)
         incoming.give_next(awaited.give)
         self._awaited.append(awaited)
         return awaited.array
+
+    def _from_ring(self, shape: Sequence[int]) -> mx.array | None:
+        """Returns the next array if it comes through the ring."""
+        if self.receiving is None or not self._dtype:
+            return None
+        return self.receiving.receive(shape, _DTYPES[self._dtype])
 
     def wait_came(self) -> None:
         """Waits until all arrays have come that `await_array` has returned. Raises as `receive_array`."""
@@ -310,6 +343,9 @@ class Connection:
 
     def shut(self) -> None:
         """Ends the connection and all waits on it; from any thread."""
+        for ring in (self.sending, self.receiving):
+            if ring is not None:
+                ring.break_off()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -320,6 +356,9 @@ class Connection:
             self.shut()
         for thread in threads:
             thread.end()
+        for ring in (self.sending, self.receiving):
+            if ring is not None:
+                ring.close()
         self._selector.close()
         self._sock.close()
 
@@ -364,8 +403,12 @@ def _why_another(plain: Plain, shape: Sequence[int], dtype: str = "") -> str:
     return f"hidden states of the shape {[*shape]} were to come, not {plain.dtype} {[*plain.shape]}"
 
 
+def _name_of(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def _plain(array: mx.array) -> Plain:
-    dtype = str(array.dtype).removeprefix("mlx.core.")
+    dtype = _name_of(array.dtype)
     plain = as_numpy(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
     return Plain(dtype, array.shape, np.ascontiguousarray(plain).reshape(-1).view(np.uint8))
 

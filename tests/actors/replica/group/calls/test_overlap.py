@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.loading import models
 from tests.actors.replica.group.test_group import FAMILIES
 from tests.worlds.models.families import write_model
-from tests.worlds.replica import fake_kernels
+from tests.worlds.replica import fake_kernels, fake_rings
 from tests.worlds.replica.bench import Bench, Received
 from tests.worlds.replica.group import GROUP, KEY, TIMES, Fault, Led, listener, on_a_thread
 
@@ -213,10 +213,14 @@ def launching() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("through_rings", [False, True])
 @pytest.mark.parametrize("stops", [[2, LAYERS], pytest.param([1, 3, LAYERS], marks=pytest.mark.slow)])
-def test_what_is_handed_on_before_it_is_computed_answers_as_one_process(folder: Path, stops: list[int]):
-    """Tokens and hidden states pass on threads of their own, and nobody waits for what only its own wait holds up."""
-    with fake_kernels.kernels(), launching():
+def test_what_is_handed_on_before_it_is_computed_answers_as_one_process(
+    folder: Path, stops: list[int], through_rings: bool
+):
+    """Tokens and hidden states pass on threads of their own, or by devices, and nobody waits for what only its own wait
+    holds up."""
+    with fake_kernels.kernels(), launching(), fake_rings.rings() if through_rings else nullcontext([]) as passed:
         loaded = load_stored(folder)
         expected = live(Bench(loaded, sequences_max=16), 3, (3, 60, 300), 8)
         with group(folder, stops, 100) as led:
@@ -224,6 +228,9 @@ def test_what_is_handed_on_before_it_is_computed_answers_as_one_process(folder: 
             found = live(led.bench, 3, (3, 60, 300), 8)
             assert led.bench.engine.executor.runs_ahead
     same(expected, found, ("tokens",))
+    passed = [nbytes for what, nbytes in passed if what == "received"]
+    # Of tokens, and of hidden states.
+    assert not through_rings or ({4, 8} <= {*passed} and max(passed) > 10_000)
 
 
 @pytest.mark.slow

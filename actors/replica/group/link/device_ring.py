@@ -1,0 +1,392 @@
+"""Arrays that pass between the CUDA cards of one machine without their hosts: a kernel of one card writes them into
+memory that both processes share (`ring_memory.py`), and a kernel of the other waits there and reads them.
+
+So a stage launches its work before its hidden states exist, and its host is never between two cards. Whether that works
+is tried when a group is formed: the memory may be on another machine, or a system may not let devices have it. Then
+arrays pass as between machines (`arrays.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from .....cluster.errors import LinkError, LinkGarbage
+from ...device.device import on_cuda
+from ...kernels.gpu_kernels import kernel
+from .ring_memory import (
+    ARRAY_BYTES_MAX,
+    BROKEN,
+    BYTES,
+    CHUNK_BYTES,
+    FLAGS,
+    HEAD_BYTES,
+    NUMBERS,
+    READ,
+    Place,
+    Places,
+    RingMemory,
+    Unread,
+)
+
+logger = logging.getLogger(__name__)
+
+ROOM_S = 60.0
+"""How long the other side may not read, before the connection counts as broken."""
+
+_LOOK_S = 50e-6
+
+_THREADS = 512
+
+TRIES, _TRIES_OF_TRIAL = 50_000_000, 1_000_000
+"""A device looks so many times at a flag, which takes it a few microseconds each time: minutes, so that a group ends
+even if its heartbeats cannot run."""
+
+_TRIAL = (37, 1001)
+"""The shape of what passes in a trial, of several chunks and no whole number of them."""
+
+_RING, _READY, _SAME = "ring", "ready", "same"
+"""Kinds of messages: how the shared memory is opened, None if there is none; whether the other side has it; and whether
+what was read there is what was to be written."""
+
+_TEMPLATE = [("CHUNK", CHUNK_BYTES), ("HEAD", HEAD_BYTES), ("FLAGS", FLAGS), ("THREADS", _THREADS)]
+_RECEIVE_TEMPLATE = [*_TEMPLATE, ("EACH", CHUNK_BYTES // 4 // _THREADS), ("READ", READ), ("BROKEN", BROKEN)]
+"""`EACH` is how many words a thread has of a chunk."""
+
+_COMMON = """
+  // A group for each chunk.
+  unsigned char* base = (unsigned char*)((unsigned long long)(unsigned)numbers[1] << 32 | (unsigned)numbers[0]);
+  volatile unsigned* words = (volatile unsigned*)base;
+  const unsigned number = numbers[2], chunk = numbers[3] + GROUP;
+  const int left = numbers[4] - (int)GROUP * CHUNK, bytes = left < CHUNK ? left : CHUNK;
+  unsigned char* place = base + HEAD + (unsigned long long)chunk * CHUNK;
+"""
+
+_SEND = (
+    _COMMON
+    + """
+  const unsigned char* from = (const unsigned char*)x + (unsigned long long)GROUP * CHUNK;
+  for (int i = THREAD; i < bytes / 4; i += THREADS) ((volatile unsigned*)place)[i] = ((const unsigned*)from)[i];
+  for (int i = bytes / 4 * 4 + THREAD; i < bytes; i += THREADS) ((volatile unsigned char*)place)[i] = from[i];
+  __threadfence_system();
+  SYNC();
+  if (THREAD == 0) words[FLAGS + chunk] = number;
+  if (GROUP == 0 && THREAD == 0) done[0] = 0;
+"""
+)
+
+_RECEIVE = (
+    _COMMON
+    + """
+  SHARED unsigned there;
+  if (THREAD == 0) {
+    // All arrays before this one were read, by kernels before this one, or are not asked for. Each group says so,
+    // because this one may only be put there then, and groups have no order.
+    words[READ] = numbers[5];
+    for (int tries = numbers[6]; words[FLAGS + chunk] != number && !words[BROKEN] && tries; tries--) __nanosleep(200);
+    there = words[FLAGS + chunk] == number;
+    // What did not come must not look as if it had. From now on all work of this process on the device fails.
+    if (!there && numbers[7]) __trap();
+    __threadfence_system();
+  }
+  SYNC();
+  unsigned char* to = (unsigned char*)out + (unsigned long long)GROUP * CHUNK;
+  // All loads begin before the first of them has ended.
+  unsigned taken[EACH];
+  #pragma unroll
+  for (int j = 0; j < EACH; j++) {
+    const int i = j * THREADS + THREAD;
+    taken[j] = there && i < bytes / 4 ? ((volatile unsigned*)place)[i] : 0;
+  }
+  #pragma unroll
+  for (int j = 0; j < EACH; j++) {
+    const int i = j * THREADS + THREAD;
+    if (i < bytes / 4) ((unsigned*)to)[i] = taken[j];
+  }
+  for (int i = bytes / 4 * 4 + THREAD; i < bytes; i += THREADS)
+    to[i] = there ? ((volatile unsigned char*)place)[i] : 0;
+  if (GROUP == 0 && THREAD == 0) done[0] = 0;
+"""
+)
+
+
+class Messages(Protocol):
+    """What a trial needs of a connection."""
+
+    def send(self, kind: str, *fields: Any) -> None: ...
+
+    def expect(self, kind: str, until: float) -> Any: ...
+
+
+class Sending:
+    """The side that puts arrays into the ring. One thread puts them there."""
+
+    def __init__(self, memory: RingMemory, address: int) -> None:
+        self._memory, self._address = memory, address
+        self._places, self._unread = Places(), Unread()
+        # Launches are one after another, in one graph too.
+        self._order = _first()
+        self._broken = False
+
+    def send(self, array: mx.array) -> None:
+        """Puts an array of any size there, and launches what computes it. Raises as `put`."""
+        for part in _parts(array.size, array.dtype):
+            mx.async_eval(self.put(array if part.stop - part.start == array.size else array.reshape(-1)[part])[0])
+
+    def put(self, array: mx.array) -> tuple[mx.array, int]:
+        """Returns what must be launched to put an array of at most `ARRAY_BYTES_MAX` there, and its number. Waits while
+        there is no room.
+
+        Raises:
+            LinkError: the connection is broken, or the other side does not read.
+        """
+        place = self._places.next(array.nbytes)
+        self._await_room(self._unread.add(place))
+        self._order = _launched_send(array, self._order, self._address, place)
+        return self._order, place.number
+
+    def _await_room(self, number: int) -> None:
+        ends = time.monotonic() + ROOM_S
+        while number and not self._memory.was_read(number):
+            if self._broken:
+                raise LinkError("the connection is closed")
+            if time.monotonic() > ends:
+                raise LinkError(f"the next stage reads nothing for {ROOM_S:g} s")
+            time.sleep(_LOOK_S)
+
+    def break_off(self) -> None:
+        """Ends a wait for room; from any thread."""
+        self._broken = True
+
+    def close(self) -> None:
+        """Frees the memory, when nothing is launched any more."""
+        _release(self._memory)
+
+
+class Receiving:
+    """The side that takes arrays out of the ring. One thread takes them."""
+
+    def __init__(self, memory: RingMemory, address: int) -> None:
+        self._memory, self._address = memory, address
+        self._places = Places()
+        self._order = _first()
+
+    def receive(self, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+        """Returns what `send` puts there. Otherwise as `take`."""
+        parts = [self.take((part.stop - part.start,), dtype) for part in _parts(math.prod(shape), dtype)]
+        return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(shape)
+
+    def take(
+        self, shape: Sequence[int], dtype: mx.Dtype, number: int | None = None, *, trial: bool = False
+    ) -> mx.array:
+        """Returns the next array, which need not have been put there yet: the device waits for it. If it does not come,
+        or after `break_off`, the device fails.
+
+        Args:
+            number: the array's, if some before it are not wanted; those have one chunk.
+            trial: whether the device waits shortly, and takes zeros then.
+
+        Raises:
+            LinkError: the connection is broken.
+        """
+        if self._memory.is_broken:
+            raise LinkError("the connection is closed")
+        nbytes = math.prod(shape) * dtype.size
+        place = self._places.next(nbytes) if number is None else self._places.at(number, nbytes)
+        if number not in (None, place.number):
+            raise LinkGarbage(f"array {number} of a ring comes after {place.number - 1}")
+        out, self._order = _launched_receive(shape, dtype, self._order, self._address, place, trial)
+        return out
+
+    def break_off(self) -> None:
+        """Ends the device's waits, by its failure; from any thread."""
+        self._memory.break_off()
+
+    def close(self) -> None:
+        """Frees the memory, when nothing is launched any more."""
+        self._memory.break_off()
+        _release(self._memory)
+
+
+def _first() -> mx.array:
+    """Returns what the first launch comes after; any thread may launch it."""
+    order = mx.zeros(1, mx.uint32)
+    mx.eval(order)
+    return order
+
+
+def _parts(size: int, dtype: mx.Dtype) -> list[slice]:
+    """Returns the parts in which an array of so many numbers passes."""
+    most = ARRAY_BYTES_MAX // dtype.size
+    return [slice(start, min(start + most, size)) for start in range(0, size, most)]
+
+
+class Offer:
+    """A ring that is offered to the other side, into which this one puts arrays. `answer` is its part.
+
+    Args:
+        until: monotonic seconds, by which the other side must answer.
+    """
+
+    def __init__(self, connection: Messages, until: float) -> None:
+        self._connection, self._until = connection, until
+        self._offered = ExitStack()
+        self._memory: RingMemory | None = None
+        found: tuple[int, int, bytes] | None = None
+        if on_cuda():
+            with _reported("the ring to the next stage"):
+                self._memory, found = self._offered.enter_context(RingMemory.offered())
+        connection.send(_RING, found)
+
+    def tried(self) -> Sending | None:
+        """Waits for the answer, and tries the ring. Returns None if arrays cannot pass through it.
+
+        Raises:
+            LinkError: the connection breaks.
+        """
+        with self._offered:
+            has, memory = self._connection.expect(_READY, self._until), self._memory
+        if memory is None or not has:
+            return None
+        sending = None
+        with _reported("the ring to the next stage"):
+            sending = Sending(memory, _registered(memory))
+            mx.eval(sending.put(_trial())[0])
+        if self._connection.expect(_SAME, self._until):
+            return sending
+        if sending is not None:
+            sending.close()
+        return None
+
+
+def answer(connection: Messages, until: float) -> Receiving | None:
+    """The other side of an `Offer`. Its device mostly waits before anything is put there, as it will later.
+
+    Raises:
+        LinkError: the connection breaks.
+    """
+    found, receiving, came = connection.expect(_RING, until), None, None
+    if found and on_cuda():
+        with _reported("the ring of the stage before"):
+            memory = RingMemory.open(*found)
+            receiving = Receiving(memory, _registered(memory))
+    connection.send(_READY, receiving is not None)
+    if receiving is None:
+        return None
+    with _reported("the ring of the stage before"):
+        came = receiving.take(_TRIAL, mx.float32, trial=True)
+        mx.eval(came)
+    same = came is not None and bool(mx.array_equal(came, _trial()))
+    connection.send(_SAME, same)
+    if same:
+        return receiving
+    receiving.close()
+    return None
+
+
+def _trial() -> mx.array:
+    return mx.arange(math.prod(_TRIAL), dtype=mx.float32).reshape(_TRIAL)
+
+
+@contextmanager
+def _reported(what: str):
+    """A context in which something may fail that the group can do without."""
+    try:
+        yield
+    except (OSError, RuntimeError, TypeError, ValueError, LinkError) as error:
+        logger.info("%s is not used: %s", what, error)
+
+
+def _launched_send(array: mx.array, order: mx.array, address: int, place: Place) -> mx.array:
+    """Returns zeros `(1,)`, which are computed once the array is in its place."""
+    (done,) = _kernel("ring_send", ("numbers", "x", "order"), ("done",), _SEND)(
+        inputs=[_numbers(address, place, array.nbytes), array, order],
+        template=_TEMPLATE,
+        grid=(place.chunks * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.uint32],
+    )
+    return done
+
+
+def _launched_receive(
+    shape: Sequence[int], dtype: mx.Dtype, order: mx.array, address: int, place: Place, trial: bool
+) -> tuple[mx.array, mx.array]:
+    """Returns the array that is in a place, and zeros `(1,)`."""
+    nbytes, before = math.prod(shape) * dtype.size, (place.number - 1) % NUMBERS
+    out, done = _kernel("ring_receive", ("numbers", "order"), ("out", "done"), _RECEIVE)(
+        inputs=[_numbers(address, place, nbytes, before, _TRIES_OF_TRIAL if trial else TRIES, not trial), order],
+        template=_RECEIVE_TEMPLATE,
+        grid=(place.chunks * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[tuple(shape), (1,)],
+        output_dtypes=[dtype, mx.uint32],
+    )
+    return out, done
+
+
+def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Callable[..., list[mx.array]]:
+    return kernel(name, inputs, outputs, body, (_THREADS, 2))
+
+
+def _numbers(address: int, place: Place, *more: int) -> mx.array:
+    words = [address & 0xFFFFFFFF, address >> 32, place.number % NUMBERS, place.first, *more]
+    return mx.array([word - 2**32 if word >= 2**31 else word for word in words], mx.int32)
+
+
+_PORTABLE, _DEVICE_MAP = 1, 2
+
+
+def _registered(memory: RingMemory) -> int:
+    """Lets the device have the memory. Returns where it is for the device.
+
+    Raises:
+        OSError: there is no driver.
+        RuntimeError: the driver refuses.
+    """
+    address = ctypes.c_uint64()
+    with _context():
+        _call("cuMemHostRegister_v2", ctypes.c_void_p(memory.address), ctypes.c_size_t(BYTES), _PORTABLE | _DEVICE_MAP)
+        _call("cuMemHostGetDevicePointer_v2", ctypes.byref(address), ctypes.c_void_p(memory.address), 0)
+    return address.value
+
+
+def _release(memory: RingMemory) -> None:
+    with _reported("memory of a ring"), _context():
+        # Kernels may still look at it.
+        _call("cuCtxSynchronize")
+        _call("cuMemHostUnregister", ctypes.c_void_p(memory.address))
+
+
+@contextmanager
+def _context():
+    """The context of the only card that this process sees, on this thread."""
+    context = ctypes.c_void_p()
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+    try:
+        _call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+    finally:
+        _call("cuDevicePrimaryCtxRelease_v2", 0)
+
+
+def _call(function: str, *arguments: Any) -> None:
+    if failed := getattr(_driver(), function)(*arguments):
+        raise RuntimeError(f"CUDA's {function} gave error {failed}")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
