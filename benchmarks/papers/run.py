@@ -30,6 +30,7 @@ from ..programs import RESULTS, ROOT, program
 from ..serve.targets import CannotStart, make_place, vllm_mlx_python, with_path
 from ..vision.shapes import VISION_SHAPES
 from . import activations, agent_memory, agent_quality, ml_drift, vllm_mlx, vllm_mlx_media
+from .cards import measure_on_cards
 from .figures import PAPERS
 from .folders import NONE
 from .page import PaperTable, markdown
@@ -88,6 +89,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--parts", type=chosen_parts, default=usual, help="names of parts, or their first words, in that order")
     add("--list", action="store_true", help="print the names of all parts")
     add("--budget-s", type=float, default=600.0 if gpu else 1200.0, help="after this many seconds nothing is begun")
+    add("--cards", type=int, default=1, help="how many of the machine's cards measure parts at the same time")
     add("--resume", action="store_true", help="leave out parts that the page has already")
     add("--rounds", type=int, default=1)
     add("--small", action=argparse.BooleanOptionalAction, default=not gpu, help="models scaled down, as on a CPU")
@@ -243,7 +245,16 @@ def main() -> None:
     options = read_options()
     if options.list:
         say("\n".join(PARTS))
-        return
+    else:
+        measured(options)
+
+
+def measured(options: argparse.Namespace) -> None:
+    """Measures the parts of the options, and writes the page.
+
+    Raises:
+        SystemExit: some failed.
+    """
     # As a replica's process has it.
     os.environ.update(mlx_settings(default_home()))
     # Ended from outside, it still ends its servers.
@@ -257,10 +268,21 @@ def main() -> None:
         result["versions"] = run.versions()
         path = options.out / f"papers-{options.machine or machine.name_of(facts)}"
         result["parts"] = kept.earlier(path, result, PARTS)
-        measures = run.parts()
         if options.resume:
-            measures = {name: measure for name, measure in measures.items() if name not in result["parts"]}
-        kept.measure_all(measures, run.budget, path, result, markdown, finish)
+            options.parts = [name for name in options.parts if name not in result["parts"]]
+        if options.cards == 1:
+            kept.measure_all(run.parts(), run.budget, path, result, markdown, finish)
+            return
+
+        def add(parts: dict[str, Any]) -> None:
+            found = {**result["parts"], **parts}
+            result["parts"] = {name: found[name] for name in PARTS if name in found}
+            kept.save(path, result, markdown)
+
+        failed = measure_on_cards(options, measured, Path(work), add)
+        say(markdown(result))
+        if failed:
+            raise SystemExit(f"failed: {'; '.join(failed)}")
 
 
 def finish(name: str, part: Any, note: str) -> str:
