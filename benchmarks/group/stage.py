@@ -48,8 +48,10 @@ class StageProcess(Process):
         return os.getpid()
 
     def way(self) -> str:
-        """How it reads KV in decode steps."""
-        return self._loaded.way.describe()
+        """How it reads KV in decode steps, and how hidden states come."""
+        way = self._loaded.way.describe()
+        by_cards = not self._whole and self._loaded.model.before.receiving is not None
+        return f"{way}, hidden states by the cards" if by_cards else way
 
     def times(self) -> dict[str, tuple[int, float]]:
         """What it has done since it was last asked, how often and for how many seconds in all."""

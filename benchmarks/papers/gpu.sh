@@ -16,9 +16,11 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 site=$(realpath "${SITE:-$HOME/site}")
 python=$(type -P "${PYTHON:-python3}") || { echo "there is no ${PYTHON:-python3}" >&2; exit 1; }
 case $python in /*) ;; *) python=$PWD/$python ;; esac
-export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/bin:$PATH" PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/bin:$PATH"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+# Compiled modules, so that each is compiled once and the sources stay as they are.
+export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$scratch/modules}
 kept=${KEPT:-$scratch/kept}
 mkdir -p "$kept"
 kept=$(cd "$kept" && pwd)

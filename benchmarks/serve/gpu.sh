@@ -24,11 +24,13 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 site=$(realpath "${SITE:-$HOME/site}")
 python=$(type -P "${PYTHON:-python3}") || { echo "there is no ${PYTHON:-python3}" >&2; exit 1; }
 case $python in /*) ;; *) python=$PWD/$python ;; esac
-export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/bin:$PATH" PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/bin:$PATH"
 targets="satchel,satchel (weights stored),satchel engine,BatchGenerator,mlx_lm.server,mlx_vlm.server"
 vllm=()
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+# Compiled modules, so that each is compiled once and the sources stay as they are.
+export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$scratch/modules}
 
 # 20 s: the GPU computes at all, and this is what it is.
 timeout 20 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
