@@ -103,12 +103,14 @@ class RingMemory:
     Attributes:
         address: where it is in this process.
         bytes: all of it, `(BYTES,) uint8`.
+        token: the part by which it is recognized.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, BYTES)
         self.bytes = np.frombuffer(self._memory, np.uint8)
         self._words = self.bytes[:HEAD_BYTES].view(np.uint32)
+        self.token = self.bytes[4 * TOKEN : 4 * TOKEN + TOKEN_BYTES]
         self.address = int(self.bytes.ctypes.data)
 
     @classmethod
@@ -127,7 +129,7 @@ class RingMemory:
             # Without it, writing would end the process if there is no room.
             os.posix_fallocate(descriptor, 0, BYTES)
             memory, token = cls(descriptor), secrets.token_bytes(TOKEN_BYTES)
-            memory._token[:] = np.frombuffer(token, np.uint8)
+            memory.token[:] = np.frombuffer(token, np.uint8)
             yield memory, (os.getpid(), descriptor, token)
         finally:
             os.close(descriptor)
@@ -147,15 +149,11 @@ class RingMemory:
         try:
             is_memory = stat.S_ISREG((state := os.fstat(found)).st_mode) and state.st_size == BYTES
             # Another machine has other processes of these numbers.
-            if not is_memory or bytes((memory := cls(found))._token) != token:
+            if not is_memory or bytes((memory := cls(found)).token) != token:
                 raise OSError(errno.ENOENT, "the other process is on another machine")
             return memory
         finally:
             os.close(found)
-
-    @property
-    def _token(self) -> np.ndarray:
-        return self.bytes[4 * TOKEN : 4 * TOKEN + TOKEN_BYTES]
 
     @property
     def is_broken(self) -> bool:
