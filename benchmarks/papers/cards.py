@@ -19,6 +19,7 @@ from ..parts import Budget
 MEANWHILE = "Other parts were measured on the machine's other cards at the same time."
 
 _PAGE = "papers-part"
+_LOOK_S = 5.0
 
 
 def groups_of(parts: Sequence[str]) -> list[list[str]]:
@@ -45,7 +46,7 @@ def measure_on_cards(
         options: of the program; `cards` says how many cards measure.
         measured: measures the parts of some options, in such a process, and writes their page. A function of a module.
         work: an empty folder.
-        add: is given what was measured of a group of parts, by name; never twice at the same time.
+        add: is given what was measured so far of a group of parts, by name; several times, never at the same time.
 
     Returns:
         The groups of which something failed.
@@ -68,12 +69,16 @@ def measure_on_cards(
                 # It reads the environment when it starts.
                 with set_during(CUDA_VISIBLE_DEVICES=_visible(card)):
                     process.start()
-            process.join()
+            runs = True
+            while runs:
+                process.join(_LOOK_S)
+                runs = process.is_alive()
+                # What was measured stays, even if the rest of the group is ended from outside.
+                with guard:
+                    add(_parts_of(given.out))
             shutil.rmtree(models, ignore_errors=True)
-            with guard:
-                if process.exitcode:
-                    failed.append(", ".join(group))
-                add(_parts_of(given.out))
+            if process.exitcode:
+                failed.append(", ".join(group))
 
     threads = [threading.Thread(target=serve, args=(card,), daemon=True) for card in range(options.cards)]
     for thread in threads:

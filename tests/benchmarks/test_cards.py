@@ -40,15 +40,11 @@ def test_each_part_is_measured_once_on_one_of_the_cards(tmp_path: Path, monkeypa
     options = argparse.Namespace(parts=parts, cards=2, resume=True, budget_s=60.0, models=None, out=tmp_path)
     found: dict[str, Any] = {}
 
-    def add(more: dict[str, Any]) -> None:
-        assert not found.keys() & more.keys()
-        found.update(more)
-
-    assert measure_on_cards(options, measured, tmp_path, add) == ["fails"]
+    assert measure_on_cards(options, measured, tmp_path, found.update) == ["fails"]
     assert found.keys() == {*parts} and {part["card"] for part in found.values()} <= {"5", "7"}
     assert found["x speed a"]["card"] == found["x planning a"]["card"]
     assert all(part["notes"] == [MEANWHILE] for part in found.values())
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,7"
     # Nothing is begun once the time is over.
     options.budget_s = 0.0
-    assert measure_on_cards(options, measured, tmp_path, add) == [] and len(found) == 4
+    assert measure_on_cards(options, measured, tmp_path, found.update) == [] and len(found) == 4
