@@ -203,6 +203,7 @@ class Member:
                 loaded.model.before.receiving = answer(loaded.model.before, self._until)
                 # The first stage answers once it has tried its own.
                 tokens.sending = ring.tried()
+                tokens.leaves_nothing = loaded.model.before.receiving is not None
                 loaded.model.times = self.times
             ranks = [Rank(**connection.expect(_RANK, self._until)) for connection in calls]
             if why := why_not([*ranks, Rank.of(loaded, batch)]):
@@ -247,6 +248,8 @@ class Member:
             batch = Batch(loaded)
             if after is not None:
                 loaded.model.tokens, loaded.model.times = tokens, self.times
+                come_from = (loaded.model.before, tokens)
+                after.leaves_nothing = any(each is not None and each.receiving is not None for each in come_from)
                 batch.runs_ahead = batch.may_run_ahead
                 loaded.model.before_launch = batch.wait_for_prefill
             calls.send(_RANK, asdict(Rank.of(loaded, batch)))
@@ -293,7 +296,8 @@ class Member:
         for heartbeats in self._heartbeats:
             heartbeats.end(self.wholeness.why)
             heartbeats.join()
-        for connection in (*self._connections, *self._beating):
+        # Those first by which a card may still wait for another one: freeing any ring waits for the card.
+        for connection in sorted((*self._connections, *self._beating), key=lambda each: each.receiving is None):
             connection.close()
         self._listener.close()
         if self._joining is not None:

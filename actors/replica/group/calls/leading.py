@@ -181,6 +181,10 @@ class Leading:
 
     def _note(self, inputs: mx.array, what: Launched | Callable[[], Sequence[int]] | int) -> None:
         self._known.append((inputs, what))
+        for _, never_told in self._known[:-KNOWN_MOST]:
+            if isinstance(never_told, int):
+                assert self._tokens is not None and self._tokens.sending is not None
+                self._tokens.sending.forget(never_told)
         del self._known[:-KNOWN_MOST]
 
     def _sent(self, connection: Connection, inputs: mx.array) -> msgpack.ExtType:

@@ -70,6 +70,9 @@ class Connection:
         failed: called with the reason, by another thread, if the device fails at an array that `send_launched` has.
         times: of the process: its threads' waits for the device, and sending.
         sending, receiving: through which cards of one machine pass arrays; None if these go over the network.
+        leaves_nothing: whether `put_launched` returns only when all is sent. It must if this process's card may wait
+            for another one: this thread may wait for the card and let no other one run, which would have to send what
+            the other card waits for.
     """
 
     def __init__(self, sock: socket.socket, seals: Seals) -> None:
@@ -85,6 +88,7 @@ class Connection:
         self.times = Times()
         self.sending: Sending | None = None
         self.receiving: Receiving | None = None
+        self.leaves_nothing = False
         # Of the array that came last, and of the one that was sent last, as its name.
         self._dtype = self._sent_dtype = ""
         # What was promised by `await_array` and was not waited for yet.
@@ -198,8 +202,10 @@ class Connection:
         return there, Launched(array.nbytes, wait)
 
     def put_launched(self, launched: Launched) -> None:
-        """Sends what `launchable` returned. Waits as `send_array`."""
+        """Sends what `launchable` returned. Waits as `send_array`, and for more if `leaves_nothing`."""
         self._sending().put_launched(launched)
+        if self.leaves_nothing:
+            self.wait_sent()
 
     def send_numbers(self, numbers: Sequence[int]) -> None:
         """As `send_array`, for an array `(numbers,) uint32`."""
@@ -351,14 +357,15 @@ class Connection:
 
     def close(self) -> None:
         """Frees the connection, when no thread uses it any more."""
+        # The ring of what comes first: what is sent waits for it.
+        for ring in (self.receiving, self.sending):
+            if ring is not None:
+                ring.close()
         threads = [thread for thread in (self._outgoing, self._incoming) if thread is not None]
         if threads:
             self.shut()
         for thread in threads:
             thread.end()
-        for ring in (self.sending, self.receiving):
-            if ring is not None:
-                ring.close()
         self._selector.close()
         self._sock.close()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 ROOM_S = 60.0
 """How long the other side may not read, before the connection counts as broken."""
+
+LATE_S = 2.0
+"""How long what is in flight may take to come when a connection is closed."""
 
 _LOOK_S = 50e-6
 
@@ -149,9 +153,14 @@ class Sending:
             LinkError: the connection is broken, or the other side does not read.
         """
         place = self._places.next(array.nbytes)
+        self._unread.drop(self._memory.was_read)
         self._await_room(self._unread.add(place))
         self._order = _launched_send(array, self._order, self._address, place)
         return self._order, place.number
+
+    def forget(self, number: int) -> None:
+        """Says that the other side will never ask for an array. Nobody waits until it has read it."""
+        self._unread.forget(number)
 
     def _await_room(self, number: int) -> None:
         ends = time.monotonic() + ROOM_S
@@ -211,9 +220,14 @@ class Receiving:
         self._memory.break_off()
 
     def close(self) -> None:
-        """Frees the memory, when nothing is launched any more."""
-        self._memory.break_off()
+        """Frees the memory, when nothing is launched any more. What is in flight comes if the group ended in order, so
+        it is waited for: a device that fails could end the process before it has said why it ends."""
+        late = threading.Timer(LATE_S, self.break_off)
+        late.daemon = True
+        late.start()
         _release(self._memory)
+        late.cancel()
+        self.break_off()
 
 
 def _first() -> mx.array:
@@ -289,6 +303,8 @@ def answer(connection: Messages, until: float) -> Receiving | None:
     if same:
         logger.info("this card takes arrays from another process's card")
         return receiving
+    if came is not None:
+        logger.info("the ring of the stage before is not used: not what was to come was there, or nothing in time")
     receiving.close()
     return None
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import stat
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -86,6 +86,15 @@ class Unread:
             needed = self._places.popleft().number
         self._places.append(place)
         return needed
+
+    def drop(self, was_read: Callable[[int], bool]) -> None:
+        """Drops those that were read, by their numbers, which are read in order: so few are left to be looked at."""
+        while self._places and was_read(self._places[0].number):
+            self._places.popleft()
+
+    def forget(self, number: int) -> None:
+        """Drops an array that nobody will ask for."""
+        self._places = deque(place for place in self._places if place.number != number)
 
     def _covers(self, place: Place) -> bool:
         """Whether an array that is still there overlaps `place`."""

@@ -7,11 +7,17 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
+import msgpack
 import pytest
 
+from satchel.actors.replica.group.calls.leading import PUT, Leading
 from satchel.actors.replica.group.link import device_ring, ring_memory
+from satchel.actors.replica.group.link.broken import Wholeness
 from satchel.actors.replica.group.link.connection import Connection
 from satchel.actors.replica.group.link.device_ring import Offer, Receiving, Sending, answer
 from satchel.actors.replica.group.link.ring_memory import ARRAY_BYTES_MAX, CHUNK_BYTES, RingMemory
@@ -149,6 +155,39 @@ def test_who_does_not_read_breaks_the_connection(sides: tuple[Sending, Receiving
     sending.break_off()
     with pytest.raises(LinkError, match="closed"):
         sending.put(large)
+
+
+def test_what_is_never_asked_for_is_not_waited_for(sides: tuple[Sending, Receiving], monkeypatch: pytest.MonkeyPatch):
+    """Tokens of batches that change in each step go another way."""
+    monkeypatch.setattr(device_ring, "ROOM_S", 0.2)
+    monkeypatch.setattr(ring_memory, "CHUNKS", 8)
+    sending, _ = sides
+    connection: Any = SimpleNamespace(sending=sending)
+    leading = Leading([], Wholeness(lambda: None), tokens=connection)
+    for number in range(30):
+        tokens = mx.array([number])
+        mx.eval(leading.copies_of(tokens))
+    # The last ones may still be asked for.
+    told = leading._packed(tokens)
+    assert told == msgpack.ExtType(PUT, (1).to_bytes(8, "big") + (30).to_bytes(8, "big"))
+
+
+def test_a_connection_that_is_closed_waits_for_what_is_in_flight(
+    sides: tuple[Sending, Receiving], card: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+):
+    """Its device fails only if that does not come."""
+    sending, receiving = sides
+    taken = card.submit(took, receiving, (5,), mx.float32)
+    monkeypatch.setattr(device_ring, "_release", lambda memory: taken.result(20))
+    closed = Thread(target=receiving.close)
+    closed.start()
+    time.sleep(0.1)
+    sending.put(mx.ones(5))
+    closed.join(20)
+    assert taken.result(0).tolist() == [1.0] * 5
+
+    late = card.submit(took, Receiving(receiving._memory, receiving._address), (5,), mx.float32)
+    assert isinstance(late.exception(20), LinkError)
 
 
 # What two processes say of it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -110,3 +111,18 @@ def test_who_sends_is_told_if_the_device_fails_at_what_is_to_be_sent(two: Two, m
     assert told == ["RuntimeError: out of memory"]
     with pytest.raises(LinkError, match="out of memory"):
         near.send_numbers([1])
+
+
+def test_nothing_is_left_to_be_sent_where_a_card_may_wait_for_another_one(two: Two, monkeypatch: pytest.MonkeyPatch):
+    """Who waits for that card lets no other thread run, and what is sent may be what the other card waits for."""
+    near, far = two
+    sent = list[int]()
+    send = near._send_plain
+    monkeypatch.setattr(near, "_send_plain", lambda plain: (time.sleep(0.1), send(plain), sent.append(1)))
+    near.send_launched(mx.zeros(4))
+    assert not sent
+    near.wait_sent()
+    near.leaves_nothing = True
+    near.send_launched(mx.zeros(4))
+    assert sent == [1, 1]
+    assert [far.receive_array((4,)).tolist() for _ in range(2)] == [[0.0] * 4] * 2
