@@ -277,6 +277,8 @@ class Member:
         if not leads:
             self._begin_heartbeats([(self._connect(after, self._rank + 1, _NEIGHBOUR), f"stage {self._rank + 1}")])
         connection.sending = Offer(connection, self._until).tried()
+        if connection.sending is not None:
+            connection.sending.failed = self.wholeness.break_off
         return connection
 
     def memory_bytes_of(self, rank: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,10 @@ def rings() -> Iterator[list[tuple[str, int]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_ring, "on_cuda", lambda: True)
+        patch.setattr(device_ring, "prepare", lambda *given: None)
+        patch.setattr(device_ring, "_sends", lambda: None)
+        patch.setattr(device_ring, "_receives", lambda: None)
+        patch.setattr(device_ring, "_card", lambda: secrets.token_bytes(16))
         patch.setattr(device_ring, "_registered", lambda memory: memory.address)
         patch.setattr(device_ring, "_release", lambda memory: None)
         patch.setattr(device_ring, "_launched_send", send)

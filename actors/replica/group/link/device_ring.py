@@ -21,8 +21,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from .....cluster.errors import LinkError, LinkGarbage
-from ...device.device import on_cuda
-from ...kernels.gpu_kernels import kernel
+from ...device.device import launched_as_numpy, on_cuda
+from ...kernels.gpu_kernels import kernel, prepare
+from .broken import in_words
 from .ring_memory import (
     ARRAY_BYTES_MAX,
     BROKEN,
@@ -43,14 +44,17 @@ logger = logging.getLogger(__name__)
 ROOM_S = 60.0
 """How long the other side may not read, before the connection counts as broken."""
 
+LOOK_S = 1.0
+"""How often it is looked at whether the device has failed, by a process that only launches."""
+
 LATE_S = 2.0
 """How long what is in flight may take to come when a connection is closed."""
 
-_LOOK_S = 50e-6
+_ROOM_LOOK_S = 50e-6
 
 _THREADS = 512
 
-TRIES, _TRIES_OF_TRIAL = 50_000_000, 1_000_000
+TRIES, _TRIES_OF_TRIAL = 50_000_000, 4_000_000
 """A device looks so many times at a flag, which takes it a few microseconds each time: minutes, so that a group ends
 even if its heartbeats cannot run."""
 
@@ -58,8 +62,11 @@ _TRIAL = (37, 1001)
 """The shape of what passes in a trial, of several chunks and no whole number of them."""
 
 _RING, _READY, _SAME = "ring", "ready", "same"
-"""Kinds of messages: how the shared memory is opened, None if there is none; whether the other side has it; and whether
-what was read there is what was to be written."""
+"""Kinds of messages: how the shared memory is opened, and the card, None if there is none; whether the other side has
+it; and whether what was read there is what was to be written."""
+
+_DTYPES = (mx.float32, mx.bfloat16, mx.float16, mx.uint32)
+"""What passes: the trial's, hidden states' and tokens'."""
 
 _TEMPLATE = [("CHUNK", CHUNK_BYTES), ("HEAD", HEAD_BYTES), ("FLAGS", FLAGS), ("THREADS", _THREADS)]
 _RECEIVE_TEMPLATE = [*_TEMPLATE, ("EACH", CHUNK_BYTES // 4 // _THREADS), ("READ", READ), ("BROKEN", BROKEN)]
@@ -131,10 +138,19 @@ class Messages(Protocol):
 
 
 class Sending:
-    """The side that puts arrays into the ring. One thread puts them there."""
+    """The side that puts arrays into the ring. One thread puts them there.
+
+    Attributes:
+        failed: called with the reason, by another thread, if the device fails at what `send` has launched: the thread
+            that launches may have nothing more to launch.
+    """
 
     def __init__(self, memory: RingMemory, address: int) -> None:
         self._memory, self._address = memory, address
+        self.failed: Callable[[str], object] = lambda why: None
+        self._launched: mx.array | None = None
+        self._closed = threading.Event()
+        self._looks: threading.Thread | None = None
         self._places, self._unread = Places(), Unread()
         # Launches are one after another, in one graph too.
         self._order = _first()
@@ -143,7 +159,22 @@ class Sending:
     def send(self, array: mx.array) -> None:
         """Puts an array of any size there, and launches what computes it. Raises as `put`."""
         for part in _parts(array.size, array.dtype):
-            mx.async_eval(self.put(array if part.stop - part.start == array.size else array.reshape(-1)[part])[0])
+            done, _ = self.put(array if part.stop - part.start == array.size else array.reshape(-1)[part])
+            mx.async_eval(done)
+            self._launched = done
+        if self._looks is None:
+            self._looks = threading.Thread(target=self._look, name="the card that sends", daemon=True)
+            self._looks.start()
+
+    def _look(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            launched, self._launched = self._launched, None
+            if launched is not None:
+                try:
+                    launched_as_numpy(launched)
+                except Exception as error:
+                    self.failed(in_words(error))
+                    return
 
     def put(self, array: mx.array) -> tuple[mx.array, int]:
         """Returns what must be launched to put an array of at most `ARRAY_BYTES_MAX` there, and its number. Waits while
@@ -169,7 +200,7 @@ class Sending:
                 raise LinkError("the connection is closed")
             if time.monotonic() > ends:
                 raise LinkError(f"the next stage reads nothing for {ROOM_S:g} s")
-            time.sleep(_LOOK_S)
+            time.sleep(_ROOM_LOOK_S)
 
     def break_off(self) -> None:
         """Ends a wait for room; from any thread."""
@@ -177,6 +208,7 @@ class Sending:
 
     def close(self) -> None:
         """Frees the memory, when nothing is launched any more."""
+        self._closed.set()
         _release(self._memory)
 
 
@@ -254,10 +286,14 @@ class Offer:
         self._connection, self._until = connection, until
         self._offered = ExitStack()
         self._memory: RingMemory | None = None
-        found: tuple[int, int, bytes] | None = None
+        found: tuple[tuple[int, int, bytes], bytes] | None = None
         if on_cuda():
             with _reported("the ring to the next stage"):
-                self._memory, found = self._offered.enter_context(RingMemory.offered())
+                card = _card()
+                self._memory, where = self._offered.enter_context(RingMemory.offered())
+                found = where, card
+                for dtype in _DTYPES:
+                    prepare(_sends(), _TEMPLATE, [mx.int32, dtype, mx.uint32], [mx.uint32])
         connection.send(_RING, found)
 
     def tried(self) -> Sending | None:
@@ -290,7 +326,13 @@ def answer(connection: Messages, until: float) -> Receiving | None:
     found, receiving, came = connection.expect(_RING, until), None, None
     if found and on_cuda():
         with _reported("the ring of the stage before"):
-            memory = RingMemory.open(*found)
+            where, card = found
+            if card == _card():
+                # It would compute nothing while it waits for itself.
+                raise ValueError("it is the same card's")
+            for dtype in _DTYPES:
+                prepare(_receives(), _RECEIVE_TEMPLATE, [mx.int32, mx.uint32], [dtype, mx.uint32])
+            memory = RingMemory.open(*where)
             receiving = Receiving(memory, _registered(memory))
     connection.send(_READY, receiving is not None)
     if receiving is None:
@@ -324,7 +366,7 @@ def _reported(what: str):
 
 def _launched_send(array: mx.array, order: mx.array, address: int, place: Place) -> mx.array:
     """Returns zeros `(1,)`, which are computed once the array is in its place."""
-    (done,) = _kernel("ring_send", ("numbers", "x", "order"), ("done",), _SEND)(
+    (done,) = _sends()(
         inputs=[_numbers(address, place, array.nbytes), array, order],
         template=_TEMPLATE,
         grid=(place.chunks * _THREADS, 1, 1),
@@ -340,7 +382,7 @@ def _launched_receive(
 ) -> tuple[mx.array, mx.array]:
     """Returns the array that is in a place, and zeros `(1,)`."""
     nbytes, before = math.prod(shape) * dtype.size, (place.number - 1) % NUMBERS
-    out, done = _kernel("ring_receive", ("numbers", "order"), ("out", "done"), _RECEIVE)(
+    out, done = _receives()(
         inputs=[_numbers(address, place, nbytes, before, _TRIES_OF_TRIAL if trial else TRIES, not trial), order],
         template=_RECEIVE_TEMPLATE,
         grid=(place.chunks * _THREADS, 1, 1),
@@ -351,8 +393,12 @@ def _launched_receive(
     return out, done
 
 
-def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Callable[..., list[mx.array]]:
-    return kernel(name, inputs, outputs, body, (_THREADS, 2))
+def _sends() -> Callable[..., list[mx.array]]:
+    return kernel("ring_send", ("numbers", "x", "order"), ("done",), _SEND, (_THREADS, 2))
+
+
+def _receives() -> Callable[..., list[mx.array]]:
+    return kernel("ring_receive", ("numbers", "order"), ("out", "done"), _RECEIVE, (_THREADS, 2))
 
 
 def _numbers(address: int, place: Place, *more: int) -> mx.array:
@@ -382,6 +428,14 @@ def _release(memory: RingMemory) -> None:
         # Kernels may still look at it.
         _call("cuCtxSynchronize")
         _call("cuMemHostUnregister", ctypes.c_void_p(memory.address))
+
+
+def _card() -> bytes:
+    """Returns the UUID of the only card that this process sees. Raises as `_registered`."""
+    device, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
+    _call("cuDeviceGet", ctypes.byref(device), 0)
+    _call("cuDeviceGetUuid_v2", uuid, device)
+    return uuid.raw
 
 
 @contextmanager

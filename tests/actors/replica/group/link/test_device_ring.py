@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import secrets
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +39,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run on the CPU when they are launched, and wait there."""
     monkeypatch.setattr(device_ring, "kernel", cuda_on_cpu.kernel)
     monkeypatch.setattr(device_ring, "on_cuda", lambda: True)
+    monkeypatch.setattr(device_ring, "_card", lambda: secrets.token_bytes(16))
     monkeypatch.setattr(device_ring, "_registered", lambda memory: memory.address)
     monkeypatch.setattr(device_ring, "_release", lambda memory: None)
 
@@ -270,6 +273,29 @@ def test_machines_without_a_card_have_none(
     monkeypatch.setattr(device_ring, "on_cuda", lambda: next(answers, False))
     answered = card.submit(answer, far, UNTIL)
     assert made.tried() is None and answered.result(20) is None
+
+
+def test_two_processes_on_one_card_have_none(
+    two: tuple[Connection, Connection], card: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+):
+    """A card that waits for itself computes nothing meanwhile."""
+    monkeypatch.setattr(device_ring, "_card", lambda: bytes(16))
+    agree_on_one(two, card)
+    assert two[0].sending is None and two[1].receiving is None
+
+
+def test_a_card_that_fails_is_noticed_though_nothing_more_is_launched(
+    sides: tuple[Sending, Receiving], monkeypatch: pytest.MonkeyPatch
+):
+    def fail(array: mx.array) -> None:
+        raise RuntimeError("an illegal address")
+
+    monkeypatch.setattr(device_ring, "LOOK_S", 0.02)
+    monkeypatch.setattr(device_ring, "launched_as_numpy", fail)
+    told: Queue[str] = Queue()
+    sides[0].failed = told.put
+    sides[0].send(mx.zeros(4))
+    assert told.get(timeout=20) == "RuntimeError: an illegal address"
 
 
 def test_another_machine_has_none(
