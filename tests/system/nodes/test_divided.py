@@ -72,6 +72,7 @@ def test_a_divided_model_is_served_remembers_and_goes_on_after_a_process_was_kil
             {"node": "mac0", "first_layer": 0, "layers": 3},
             {"node": "mac1", "first_layer": 3, "layers": 3},
         ]
+        wait_until(lambda: bool(talk.answering()), RETURN_S)
         assert talk.answering() == {"mac1"}, "the router sees one replica"
         known = talk.tell_codes("alice", CODES)
         undisturbed = talk.stream("bert", NUMBERS, lambda pieces: None, max_tokens=400)

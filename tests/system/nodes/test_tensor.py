@@ -52,6 +52,7 @@ def test_a_model_in_shares_is_served_remembers_and_goes_on_after_a_rank_hung(tmp
             ("mac0", 0, 6),
             ("mac1", 0, 6),
         ]
+        wait_until(lambda: bool(talk.answering()), RETURN_S)
         assert talk.answering() == {"mac1"}, "the router sees one replica"
         known = talk.tell_codes("alice", CODES)
         undisturbed = talk.stream("bert", NUMBERS, lambda pieces: None, max_tokens=400)
