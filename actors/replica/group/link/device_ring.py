@@ -161,7 +161,12 @@ class Sending:
         for part in _parts(array.size, array.dtype):
             done, _ = self.put(array if part.stop - part.start == array.size else array.reshape(-1)[part])
             mx.async_eval(done)
-            self._launched = done
+            if self._launched is None:
+                # Another thread reads it, and MLX may move the memory of what it reads: so it is nobody else's. A later
+                # failure is seen there too, because a device that has failed stays so.
+                copy = done + 0
+                mx.async_eval(copy)
+                self._launched = copy
         if self._looks is None:
             self._looks = threading.Thread(target=self._look, name="the card that sends", daemon=True)
             self._looks.start()
