@@ -1,9 +1,10 @@
 """Protects against web pages: a browser sends the requests of any page that its user opens, also to this machine.
 
 A page of another origin is refused by its `Origin` or `Sec-Fetch-Site`. A page whose host name was made to point here
-(DNS rebinding) is refused by its `Host`. Bodies must be declared as JSON, which a page cannot send without a CORS
-preflight. A body without a content type is accepted only if no header shows that a browser sent it. So is a form with a
-file, where one is expected; there a page whose origin is allowed may send one too.
+(DNS rebinding) is refused by its `Host`. A browser's bodies must be declared as JSON, which a page cannot send without
+a CORS preflight. If no header shows that a browser sent it, JSON may have any content type or none: `curl -d` declares
+a form, and libraries that send bytes declare those. A form with a file is accepted from programs where one is expected;
+there a page whose origin is allowed may send one too.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class Hosts:
 
 
 class BrowserGuard:
-    """Middleware: refuses requests of pages of other origins, requests to other hosts, and bodies that are not JSON,
-    except the bytes of satchels and uploaded files.
+    """Middleware: refuses requests of pages of other origins, requests to other hosts, and browsers' bodies that are
+    not JSON, except the bytes of satchels and uploaded files.
 
     Args:
         origins: other origins whose pages may use the endpoint, as `http://localhost:3000`, lowercase; `*` for all.
@@ -124,7 +125,7 @@ class BrowserGuard:
         if is_form and takes_form and ("origin" in headers or not browsed):
             # The origin was checked above.
             return None
-        if has_body and not _JSON.fullmatch(kind) and (kind or browsed):
+        if has_body and not _JSON.fullmatch(kind) and (browsed or is_form or (kind and takes_form)):
             wanted = _FORM if takes_form and not is_form else "application/json"
             return UnsupportedMediaType(f"the body's Content-Type must be {wanted}")
         return None

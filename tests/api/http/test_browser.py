@@ -105,26 +105,35 @@ async def test_what_a_page_loads_without_an_origin_is_refused(local: httpx.Async
     check_refused(await local.post("/v1/agents/a/release", headers=follows), 403, "not_allowed", "other sites")
 
 
-@pytest.mark.parametrize("kind", ["text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "application/jsonx"])
-async def test_a_body_says_that_it_is_json(local: httpx.AsyncClient, backend: Any, kind: str):
-    """A page can send other bodies without a preflight."""
-    answer = await local.post("/v1/chat/completions", content=b'{"messages": []}', headers={"Content-Type": kind})
-    check_refused(answer, 415, "unsupported_media_type", "application/json")
-    answer = await local.post("/v1/files", content=b"purpose=batch", headers={"Content-Type": kind})
-    check_refused(answer, 415, "unsupported_media_type", "multipart/form-data")
-    assert not backend.requests
+KINDS = ["", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "application/octet-stream"]
 
 
 @pytest.mark.parametrize("sign", [{"Origin": OWN}, {"Sec-Fetch-Site": "same-origin"}, {"Referer": "x"}])
-async def test_a_body_that_says_nothing_is_taken_from_programs_only(
-    local: httpx.AsyncClient, backend: Any, sign: dict[str, str]
+@pytest.mark.parametrize("kind", [*KINDS, "application/jsonx"])
+async def test_the_body_of_a_browser_says_that_it_is_json(
+    local: httpx.AsyncClient, backend: Any, kind: str, sign: dict[str, str]
 ):
-    body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
-    answer = await local.post("/v1/chat/completions", content=body, headers=sign)
-    check_refused_kind = (answer.status_code, answer.json()["error"]["code"])
-    assert check_refused_kind == (415, "unsupported_media_type")
-    assert not backend.requests
-    assert (await local.post("/v1/chat/completions", content=body)).status_code == 200
+    """A page can send other bodies without a preflight."""
+    headers = sign | ({"Content-Type": kind} if kind else {})
+    answer = await local.post("/v1/chat/completions", content=b'{"messages": []}', headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert "application/json" in answer.json()["error"]["message"] and not backend.requests
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+async def test_the_body_of_a_program_is_json_whatever_it_says(local: httpx.AsyncClient, path: str, kind: str):
+    """`curl -d` declares a form, and aiohttp declares bytes (so LiteLLM to Ollama); Ollama reads both as JSON."""
+    headers = {"Content-Type": kind} if kind else {}
+    body = b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "model": "satchel/tiny"}'
+    assert (await local.post(path, content=body, headers=headers)).status_code == 200
+    assert (await local.post(path, content=b"a=b", headers=headers)).status_code == 400
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+async def test_a_form_says_that_it_is_one(local: httpx.AsyncClient, kind: str):
+    answer = await local.post("/v1/files", content=b"purpose=batch", headers={"Content-Type": kind})
+    check_refused(answer, 415, "unsupported_media_type", "multipart/form-data")
 
 
 @pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])

@@ -312,7 +312,7 @@ async def test_a_wrong_message_is_named(client, backend):
 async def test_errors_of_every_kind_have_ollamas_shape(client, backend, config, tmp_path: Path):
     for data in (b"", b"{", b"[]", b"null"):
         refused(await client.post("/api/chat", content=data))
-    refused(await client.post("/api/chat", content=b"x", headers={"Content-Type": "text/plain"}), 415)
+    refused(await client.post("/api/chat", content=b"x", headers={"Content-Type": "text/plain", "Referer": "x"}), 415)
     refused(await client.get("/api/chat"), 405)
     refused(await client.get("/api/nothing"), 404)
     assert refused(await client.post("/api/show", json={"verbose": True})) == "model is required"

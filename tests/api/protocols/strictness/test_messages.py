@@ -150,7 +150,7 @@ async def test_a_body_that_is_no_json_object_is_refused(client, backend, data):
 
 
 async def test_errors_before_the_route_have_its_shape(client, backend):
-    text = {"Content-Type": "text/plain"}
+    text = {"Content-Type": "text/plain", "Referer": "x"}
     check(await client.post("/v1/messages", content=b"x", headers=text), 415, "invalid_request_error")
     check(await client.post("/v1/messages", json=BODY, headers={"Host": "evil"}), 403, "permission_error")
     check(await client.get("/v1/messages"), 405, "invalid_request_error")
