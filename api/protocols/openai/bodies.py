@@ -19,7 +19,7 @@ from ...requests.conversation import mark_of_last, with_system
 from ...requests.field_aliases import NAMES, Translated, joined_texts
 from ...requests.fields.shared import AgentBody, ChatFieldsBody, FormBody
 from ...requests.history import Message
-from ...requests.options import WHOLE, CacheSalt, Choices, MaxTokens, MinTokens, TopLogprobs
+from ...requests.options import WHOLE, CacheSalt, Choices, MaxTokens, TopLogprobs, whole
 from ...requests.request_body import RequestBody, check_counts, check_nested
 from ...requests.requests import ChatRequest, CompletionRequest
 from .functions import FunctionCall, tool_use_of, tools_of
@@ -29,6 +29,13 @@ from .unsupported import NEUTRAL, refuse_unsupported
 
 COMPLETION_MAX_TOKENS = 16
 """The default `max_tokens` of `/v1/completions`, as OpenAI's."""
+
+NO_LIMIT = -1
+"""The `max_tokens` of an answer that may fill the context, in programs written for LM Studio and llama.cpp."""
+
+
+def _limit(value: Any) -> Any:
+    return None if whole(value) == NO_LIMIT else value
 
 
 def _tool_choice(value: Any) -> Any:
@@ -41,6 +48,9 @@ SAMPLING: Mapping[str, Sequence[str]] = MappingProxyType(
     {"max_tokens": ("max_tokens",), **{name: (name,) for name in NAMES if name not in ("max_tokens", "system")}}
 )
 
+LimitOrNone = Annotated[
+    MaxTokens | None, BeforeValidator(_limit, json_schema_input_type=Literal[-1] | MaxTokens | None)
+]
 KeptTokens = Annotated[int, Field(ge=-1, le=2**63 - 1), WHOLE]
 TokenId = Annotated[int, WHOLE]
 SystemWords = Annotated[str, BeforeValidator(joined_texts)]
@@ -152,8 +162,8 @@ class ChatBody(GenerationBody, ChatFieldsBody):
 
     messages: Messages
     system: SystemWords | None = None
-    max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None
+    max_tokens: LimitOrNone = None
+    max_completion_tokens: LimitOrNone = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
@@ -244,7 +254,7 @@ class CompletionBody(GenerationBody):
     tolerated = frozenset({*NEUTRAL, *undone})
 
     prompt: PromptBody
-    max_tokens: MinTokens | None = None
+    max_tokens: Annotated[int, Field(ge=NO_LIMIT, le=2**63 - 1), WHOLE] | None = None
     logprobs: TopLogprobs | None = None
     best_of: Choices | None = None
     echo: bool | None = None
@@ -255,6 +265,13 @@ class CompletionBody(GenerationBody):
     def sequences(self) -> int:
         """How many answers are generated for every prompt; the best `choices` of them are returned."""
         return max(self.choices, self.best_of or 0)
+
+    @property
+    def _max_tokens_default(self) -> int | None:
+        if self.max_tokens == NO_LIMIT:
+            return None
+        # With 0 the prompt is prefilled and nothing is generated.
+        return 0 if self.max_tokens == 0 else max(COMPLETION_MAX_TOKENS, self.min_tokens or 0)
 
     def check(self) -> None:
         super().check()
@@ -279,12 +296,11 @@ class CompletionBody(GenerationBody):
             agent=agent,
             # Answers are compared by their logprobs.
             options=self.drawing(
-                max_tokens=self.max_tokens or None,
+                max_tokens=self.max_tokens if (self.max_tokens or 0) > 0 else None,
                 logprobs=0 if self.logprobs is None and self.sequences > self.choices else self.logprobs,
             ),
             choices=self.sequences,
-            # With 0 the prompt is prefilled and nothing is generated.
-            max_tokens_default=0 if self.max_tokens == 0 else max(COMPLETION_MAX_TOKENS, self.min_tokens or 0),
+            max_tokens_default=self._max_tokens_default,
             max_tokens_field=self.named("max_tokens"),
             form=self.form,
             special_tokens=self.add_special_tokens is not False,

@@ -183,6 +183,16 @@ async def test_defaults(api, backend):
     assert backend.requests[0]["sampling"].seed != backend.requests[1]["sampling"].seed
 
 
+@pytest.mark.parametrize("limit", [-1, -1.0])
+async def test_a_limit_of_minus_1_is_none(api, backend, limit):
+    """LM Studio's own examples have `"max_tokens": -1`, and llama.cpp's server reads it in the same way."""
+    for fields in ({"max_tokens": limit}, {"max_completion_tokens": limit}, {"prompt": "once", "max_tokens": limit}):
+        await (api.complete(**fields) if "prompt" in fields else api.chat(**fields))
+        assert backend.sampling.max_tokens == 1000 - len(backend.requests[-1]["prompt"])
+    await api.chat(max_completion_tokens=limit, max_tokens=5)
+    assert backend.sampling.max_tokens == 5
+
+
 async def test_max_tokens_is_clamped_to_the_context_and_the_newer_name_wins(api, backend):
     await api.chat(max_tokens=10**9)
     assert backend.sampling.max_tokens == 1000 - len(backend.requests[0]["prompt"])
