@@ -328,7 +328,7 @@ class Ownership:
         for start in range(0, len(owners), _SETTLED_TOGETHER):
             batch = dict(owners[start : start + _SETTLED_TOGETHER])
             self.settled_total += await asyncio.to_thread(self._store.settle, batch)
-        logger.warning("of %d entries without known owners agents have %d", census.entries, self.settled_total)
+        logger.info("of %d entries without known owners agents have %d", census.entries, self.settled_total)
 
     async def _erase_all(self) -> None:
         while self._to_erase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from typing import Any
@@ -20,7 +21,7 @@ nodes = kv_node.nodes
 """A fixture."""
 
 
-async def test_after_a_start_agents_own_what_they_remember_and_forgetting_one_costs_the_others_nothing(node):
+async def test_after_a_start_agents_own_what_they_remember_and_forgetting_one_costs_the_others_nothing(node, caplog):
     system = chain(1)
     hers = chain(2, first=10, parent=system[0].id, owners=(ALICE,))
     his = chain(1, first=50, parent=system[0].id, owners=(BOB,))
@@ -37,6 +38,7 @@ async def test_after_a_start_agents_own_what_they_remember_and_forgetting_one_co
     node = await node.restarted()
     assert node.has(*everything, *orphan)
     assert node.owned.settled_total == len(everything)
+    assert not [said for said in caplog.records if said.levelno >= logging.WARNING], "every start does this"
     assert [record.id for record in node.disk.uncertain()] == [orphan[0].id]
     await node.forget(DAVE)
     assert node.has(*everything, *orphan)
