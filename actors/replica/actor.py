@@ -54,7 +54,7 @@ from ..protocol.replica_messages import (
     StageInfo,
 )
 from ..protocol.speech_messages import SpeechRequest, SpeechUpdate
-from ..rpc.client import actor_handle
+from ..rpc.client import actor_handle, is_restarted
 from ..rpc.codec import encode_error
 from ..rpc.local import Answers, LocalAddress, LocalServer
 from ..rpc.shell import SWITCH_S, answers
@@ -518,8 +518,7 @@ class ReplicaActor:
         """Waits if earlier processes of this replica ended soon after their start, longer every time: a replica that
         crashes while it loads would otherwise keep its machine busy."""
         try:
-            again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-            ended = registry.note_start(self._name, again=again)
+            ended = registry.note_start(self._name, again=is_restarted())
         except Exception as error:
             logger.warning("the control store does not answer: %s", error)
             return

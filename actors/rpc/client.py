@@ -8,6 +8,7 @@ errors leave this file only as causes.
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Awaitable, Callable, Generator
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -40,6 +41,14 @@ def actor_class(kind: type) -> Any:
 def this_machine() -> str:
     """Returns the id of Ray's node to which this process belongs."""
     return ray.get_runtime_context().get_node_id()
+
+
+def is_restarted() -> bool:
+    """Returns whether this process of an actor follows on an earlier one."""
+    with warnings.catch_warnings():
+        # Ray's own code reads one of its deprecated properties here.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 UNANSWERED = (RayError, ValueError, AttributeError, TimeoutError)

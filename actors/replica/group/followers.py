@@ -20,7 +20,7 @@ from ....cluster.errors import NoRoom, SatchelError
 from ...model_files.source import Progress
 from ...protocol.group_clients import StageClient
 from ...protocol.group_messages import StageAddress, StageState
-from ...rpc.client import actor_class
+from ...rpc.client import actor_class, is_restarted
 from .follower import StageActor
 from .gathering import Gathering
 
@@ -41,11 +41,6 @@ def addresses_of(nodes: Sequence[Node]) -> list[str]:
         links = [link.address for link in node.data_links if link.kind in common]
         found.append(links[0] if links else node.address)
     return found
-
-
-def is_restarted() -> bool:
-    """Returns whether this process of an actor follows on an earlier one."""
-    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 class Followers:

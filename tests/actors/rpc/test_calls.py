@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import warnings
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import msgpack
 import pytest
 from ray.actor import _ActorClassMethodMetadata
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.util.annotations import RayDeprecationWarning
 
 from satchel.actors.protocol.clients import ReplicaClient, RouterClient
 from satchel.actors.protocol.replica_messages import KVSelection
@@ -21,7 +23,7 @@ from satchel.actors.protocol.router_messages import Places
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.actors.rpc import client as calls
-from satchel.actors.rpc.client import Call, actor_class
+from satchel.actors.rpc.client import Call, actor_class, is_restarted
 from satchel.actors.rpc.codec import VERSION, decode, encode, encode_error
 from satchel.actors.rpc.shell import answers
 from satchel.actors.rpc.spec import Client, method
@@ -393,3 +395,18 @@ def test_a_class_is_made_an_actor_class_once():
     for _ in range(3):
         actor_class(Kind).options(name="kind")
     assert len(_ActorClassMethodMetadata._cache) == before + 1
+
+
+def test_whether_an_actor_is_restarted_is_asked_without_a_warning(monkeypatch):
+    """Ray's own code warns of one of its properties there, in the log of every replica and follower."""
+
+    class Context:
+        @property
+        def was_current_actor_reconstructed(self) -> bool:
+            warnings.warn("deprecated", RayDeprecationWarning, stacklevel=2)
+            return True
+
+    monkeypatch.setattr(calls.ray, "get_runtime_context", Context)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert is_restarted()
