@@ -125,7 +125,9 @@ class BrowserGuard:
         if is_form and takes_form and ("origin" in headers or not browsed):
             # The origin was checked above.
             return None
-        if has_body and not _JSON.fullmatch(kind) and (browsed or is_form or (kind and takes_form)):
+        # Old browsers send forms without any of these headers, but no page can change how they call themselves.
+        by_page = browsed or headers.get("user-agent", "").startswith("Mozilla/")
+        if has_body and not _JSON.fullmatch(kind) and (by_page or is_form or (kind and takes_form)):
             wanted = _FORM if takes_form and not is_form else "application/json"
             return UnsupportedMediaType(f"the body's Content-Type must be {wanted}")
         return None

@@ -128,6 +128,9 @@ async def test_the_body_of_a_program_is_json_whatever_it_says(local: httpx.Async
     body = b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "model": "satchel/tiny"}'
     assert (await local.post(path, content=body, headers=headers)).status_code == 200
     assert (await local.post(path, content=b"a=b", headers=headers)).status_code == 400
+    # A browser of before 2020 may send a form with no other sign.
+    browser = {**headers, "User-Agent": "Mozilla/5.0 (X11; Linux x86_64; rv:60.0) Gecko/20100101 Firefox/60.0"}
+    assert (await local.post(path, content=body, headers=browser)).status_code == 415
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
