@@ -197,7 +197,7 @@ def test_models_health_and_metrics(http: httpx.Client):
         (b"[]", 400, None),
         ({"messages": []}, 400, "messages"),
         ({"messages": [user("Hi")], "temperature": 11}, 400, "temperature"),
-        ({"messages": [user("Hi")], "max_tokens": -1}, 400, "max_tokens"),
+        ({"messages": [user("Hi")], "max_tokens": -2}, 400, "max_tokens"),
         ({"messages": [user("Hi")], "model": "nobody/knows"}, 404, "model"),
         ({"messages": [user("word " * 9000)]}, 400, "messages"),
         ({"messages": [user("x" * 2_000_000)]}, 413, None),
