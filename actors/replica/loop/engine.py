@@ -27,6 +27,7 @@ from ....cluster.errors import (
 )
 from ....cluster.telemetry.context import span
 from ...protocol.replica_messages import GenerateRequest, PoolingRequest
+from ..device.device import on_gpu
 from ..device.device_errors import DeviceFailed, on_device
 from ..energy_pace import EnergyPace
 from ..execution.draft_model.model_drafts import DraftModel
@@ -43,7 +44,7 @@ from ..memory.restores import NotWaiting, Restores
 from ..memory.room import MemoryRoom, limits_of
 from ..memory.sequence_memory import Sequence, SequenceMemory
 from ..memory.sequence_span import sequence_span
-from ..scheduling.prefill_budget import PrefillPace
+from ..scheduling.prefill_budget import CPU_CHUNK_TOKENS, PrefillPace
 from ..scheduling.scheduler import Scheduler
 from .bring_back import BringBack
 from .decode import DecodeLoop
@@ -102,7 +103,10 @@ class Engine:
         self._grammars = Grammars(loaded, trusted=trust_remote_code)
         self._warm_up = warm_up
         limits = limits_of(loaded, scheduling, memory_bytes_max)
-        self.pace = PrefillPace(limits.prefill_chunk_tokens, scheduling.prefill_pause_s)
+        chunk = limits.prefill_chunk_tokens
+        if not on_gpu() and loaded.piece_tokens is None:
+            chunk = min(chunk, CPU_CHUNK_TOKENS)
+        self.pace = PrefillPace(chunk, scheduling.prefill_pause_s)
         self.energy = EnergyPace()
         self.scheduler = scheduler = Scheduler(limits)
         self.executor = executor = BatchExecutor(
