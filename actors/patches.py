@@ -487,3 +487,24 @@ def windows_decoded_by(model: Any, decode: Callable[..., Any]) -> Change:
         del model.decode
 
     return Change(lambda: setattr(model, "decode", decoded), undo)
+
+
+def windows_encoded_by(model: Any, encode: Callable[..., Any]) -> Change:
+    """Has another function encode the windows of a Whisper model of mlx-audio.
+
+    Changes: `encoder` of that one model.
+    Why: mlx-audio encodes a window anew for each temperature that it is decoded with, and for the times of words.
+    Fits: mlx 0.32.4, mlx-audio 0.6.2.
+    Noticed by: tests/actors/test_patches.py::test_a_whisper_models_windows_are_encoded_by_another_function
+
+    Args:
+        encode: gets the model's own encoder and the mel frames, `(1, frames, mels)`.
+    """
+    own = model.encoder
+
+    def undo() -> None:
+        # MLX keeps layers and other attributes in two places, and looks for others first.
+        del model.encoder
+        model.encoder = own
+
+    return Change(lambda: setattr(model, "encoder", lambda mel: encode(own, mel)), undo)

@@ -405,6 +405,26 @@ def test_a_whisper_models_windows_are_decoded_by_another_function(tmp_path: Path
     assert model.decode == plain and model.generate(samples, **how).text == made.text
 
 
+def test_a_whisper_models_windows_are_encoded_by_another_function(tmp_path: Path):
+    from mlx_audio.stt.utils import load_model as load_listener
+
+    folder = speech_families.write_speech_model(tmp_path / "m", "whisper")
+    model: Any = load_listener(folder, model_type="whisper", model_name_parts=[])
+    shapes, own = list[tuple[int, ...]](), model.encoder
+
+    def encode(encoder: Callable[[mx.array], Any], frames: mx.array) -> Any:
+        shapes.append(frames.shape)
+        return encoder(frames)
+
+    samples, how = mx.array(speech_families.noise(1)), {"temperature": (0.0, 0.5), "logprob_threshold": 0.0}
+    names = [name for name, _ in model.named_modules()]
+    with patches.windows_encoded_by(model, encode).for_now():
+        model.generate(samples, language="en", word_timestamps=True, **how)
+    assert shapes == 3 * [(1, 3000, 80)], "one for each temperature, and one for the words"
+    assert model.encoder is own and sorted(name for name, _ in model.named_modules()) == sorted(names)
+    assert model.generate(samples, language="en", temperature=0.0).text
+
+
 def test_so_are_those_of_a_pipeline_with_two_transformers():
     events, pipeline = list[str](), SimpleNamespace(conditional_transformer=abs, unconditional_transformer=abs)
     with patches.steps_told(pipeline, lambda: events.append("call"), lambda arrays: None).for_now():

@@ -30,7 +30,7 @@ from ...protocol.speech_messages import (
 from ..jobs.engine import Paused
 from .loading import LOAD_ERRORS, family_package, load_speech_model, what_it_lacks
 from .texts import as_text
-from .whisper_windows import WhisperWindows
+from .whisper_windows import EncodedOnce, WhisperWindows
 
 RATE = 16_000
 WHISPER = "whisper"
@@ -107,7 +107,9 @@ class ListeningModel:
         segments = self.in_windows or timed or getattr(result, "sentences", None) is not None
         self.info = replace(self.info, segments=segments)
         if self.info.words:
-            transcript_of(self._generate(replace(request, words=True)))
+            # With a language, or Whisper would find it out again.
+            language = next(iter(self.info.languages), "")
+            transcript_of(self._generate(replace(request, words=True, language=language)))
 
     def _languages(self) -> list[str]:
         """Returns the codes of languages that a request may name; [] if they are not known."""
@@ -184,7 +186,10 @@ class ListeningModel:
         if not self.in_windows and (short := round(TRIED_S * self.info.rate) - len(samples)) > 0:
             # Some families fail at audio that is shorter than one of their frames. Whisper fills its window itself.
             samples = np.pad(samples, (0, short))
-        return self._model.generate(mx.array(samples), **how)
+        if not self.in_windows:
+            return self._model.generate(mx.array(samples), **how)
+        with EncodedOnce(self._model).used():
+            return self._model.generate(mx.array(samples), fp16=self._model.dtype == mx.float16, **how)
 
 
 def transcript_of(result: Any) -> Transcript:

@@ -18,10 +18,12 @@ from ...model_files.foreign_code import own_code_only, refuse_model_file, refuse
 from ...model_files.source import first_sentence, read_json
 from ...model_files.speech_folders import SpeechFolder, refuse_other_places, speech_folder
 from ...patches import hub_closed
+from ..device.device import on_gpu
 
 logger = logging.getLogger(__name__)
 
 LOAD_ERRORS = (Exception, SystemExit)
+_HALVES = (mx.float16, mx.bfloat16)
 
 
 def load_speech_model(folder: Path, source: str) -> tuple[Any, SpeechFolder]:
@@ -43,12 +45,25 @@ def load_speech_model(folder: Path, source: str) -> tuple[Any, SpeechFolder]:
             # Without the parts of the folder's name, which mlx-audio would trust before its config.
             model = code.load_model(folder, model_type=found.type, model_name_parts=[])
             _refuse_incomplete(model, folder)
+            if not on_gpu():
+                compute_in_float32(model)
         except ModelLoadError:
             raise
         except LOAD_ERRORS as error:
             raise ModelLoadError(f"{source} cannot be loaded: {what_it_lacks(error)}") from error
     mx.clear_cache()
     return model, found
+
+
+def compute_in_float32(model: Any) -> None:
+    """Turns a model's arrays of 16 bits into float32: a CPU multiplies these as fast, and with OpenBLAS five times as
+    fast. What the model itself takes for its dtype changes too."""
+    for _, module in model.named_modules() if isinstance(model, Module) else ():
+        for name, array in module.items():
+            if isinstance(array, mx.array) and array.dtype in _HALVES:
+                module[name] = array.astype(mx.float32)
+        if isinstance(dtype := getattr(module, "dtype", None), mx.Dtype) and dtype in _HALVES:
+            module.dtype = mx.float32
 
 
 def _refuse_incomplete(model: Any, folder: Path) -> None:

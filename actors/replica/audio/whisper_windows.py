@@ -1,4 +1,5 @@
-"""Follows Whisper from window to window of 30 s, as mlx-audio decodes them in one call: what is said in each."""
+"""Follows Whisper from window to window of 30 s, as mlx-audio decodes them in one call: what is said in each, which is
+encoded once."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ...patches import windows_decoded_by
+import mlx.core as mx
+
+from ...patches import windows_decoded_by, windows_encoded_by
 
 NO_SPEECH, LOGPROB = 0.6, -1.0
 """mlx-audio's defaults: a window is silent if silence is more probable than the first and its text less than the second
@@ -41,6 +44,25 @@ class WhisperWindows:
         self._window = window
         self._result = decode(window, *given, **named)
         return self._result
+
+
+class EncodedOnce:
+    """The last window of one transcript, encoded: it is decoded again if its text is improbable, and read again for the
+    times of words."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._frames: mx.array | None = None
+        self._features: Any = None
+
+    def used(self) -> AbstractContextManager[None]:
+        """While this is open, the model encodes no window twice in a row."""
+        return windows_encoded_by(self._model, self._encode).for_now()
+
+    def _encode(self, encode: Callable[[mx.array], Any], frames: mx.array) -> Any:
+        if self._frames is None or frames.dtype != self._frames.dtype or not mx.array_equal(frames, self._frames):
+            self._frames, self._features = frames, encode(frames)
+        return self._features
 
 
 def said(model: Any, result: Any) -> str:

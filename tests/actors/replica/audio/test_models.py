@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_audio.stt.models.whisper.whisper import AudioEncoder
 from mlx_audio.stt.utils import load_model as load_listener
 from mlx_audio.tts.utils import load_model as load_speaker
 
@@ -25,7 +27,9 @@ from satchel.actors.protocol.speech_messages import (
     speech_refusal,
 )
 from satchel.actors.replica.audio.listening import ListeningModel, transcript_of
+from satchel.actors.replica.audio.loading import compute_in_float32, load_speech_model
 from satchel.actors.replica.audio.speaking import SpeakingModel, pcm16
+from satchel.actors.replica.device.device import on_gpu
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.models.speech_families import noise
 
@@ -63,8 +67,10 @@ def test_a_transcript_is_mlx_audios_own(
     samples = SAMPLES[: 16_000 * seconds]
     made, pieces = heard(whisper, samples=samples.tobytes(), **fields)
     library: Any = load_listener(whisper_folder, model_type="whisper", model_name_parts=[])
+    if not on_gpu():
+        compute_in_float32(library)
     mx.random.seed(5)
-    reference = transcript_of(library.generate(mx.array(samples), **own))
+    reference = transcript_of(library.generate(mx.array(samples), fp16=on_gpu(), **own))
     assert made == reference and made.text
     assert "".join(pieces) == made.text and len(pieces) == (2 if seconds > 30 else 1)
     assert made.language == fields.get("language", made.language) != ""
@@ -89,6 +95,35 @@ def test_windows_are_told_one_after_the_other(whisper: ListeningModel):
     assert whisper.steps(HEARD) == 2
 
 
+def test_a_window_is_encoded_once_however_often_it_is_decoded(whisper: ListeningModel, monkeypatch: pytest.MonkeyPatch):
+    calls, encode = list[mx.array](), AudioEncoder.__call__
+
+    def counted(encoder: Any, frames: mx.array) -> Any:
+        calls.append(frames)
+        return encode(encoder, frames)
+
+    monkeypatch.setattr(AudioEncoder, "__call__", counted)
+    # Noise is improbable, so it is decoded at all temperatures.
+    one = {"samples": SAMPLES[: 3 * 16_000].tobytes(), "language": "en", "words": True}
+    heard(whisper, **one)
+    assert calls and not any(mx.array_equal(first, second) for first, second in pairwise(calls))
+    once = len(calls)
+    heard(whisper, **one)
+    assert len(calls) == 2 * once, "nothing of a caller is kept"
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU computes in the model's own dtype")
+def test_a_cpu_computes_in_float32(whisper_folder: Path, soprano_folder: Path):
+    for folder in (whisper_folder, soprano_folder):
+        model, _ = load_speech_model(folder, "m")
+        halves = [name for name, module in model.named_modules() for array in module.values() if is_half(array)]
+        assert halves == [] and getattr(model, "dtype", mx.float32) == mx.float32
+
+
+def is_half(array: Any) -> bool:
+    return isinstance(array, mx.array) and array.dtype in (mx.float16, mx.bfloat16)
+
+
 def test_what_a_whisper_model_takes_is_found(whisper: ListeningModel):
     info = whisper.info
     assert (info.family, info.rate, info.listens, info.speaks) == ("whisper", 16_000, True, False)
@@ -100,6 +135,8 @@ def test_speech_is_mlx_audios_own(soprano: SpeakingModel, soprano_folder: Path):
     pieces: list[SpeechPiece] = []
     seconds = soprano.speak(SAID, quiet, pieces.append)
     library: Any = load_speaker(soprano_folder, model_type="soprano", model_name_parts=[])
+    if not on_gpu():
+        compute_in_float32(library)
     mx.random.seed(5)
     reference = [pcm16(each.audio) for each in library.generate(SAID.text)]
     assert [each.audio for each in pieces] == reference and len(reference) == 2
