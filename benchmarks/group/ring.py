@@ -93,7 +93,7 @@ class Side:
         Raises:
             RuntimeError: another array came back.
         """
-        first = array = mx.random.randint(0, 2**31, (nbytes // 4,)).astype(mx.uint32)
+        first = array = mx.random.randint(0, 2**30, (nbytes // 4,)).astype(mx.uint32)
         mx.eval(array)
         self._ways[CARDS].send(ROUND, way, nbytes, rounds)
         if way == TCP:

@@ -376,6 +376,8 @@ def answer(connection: Messages, until: float) -> Receiving | None:
         LinkError: the connection breaks.
     """
     found, receiving, came = connection.expect(_RING, until), None, None
+    if not found and on_cuda():
+        logger.info("the ring of the stage before is not used: that process offers none, and says why")
     if found and _may_have():
         with _reported("the ring of the stage before"):
             where, card = found
@@ -405,9 +407,10 @@ def answer(connection: Messages, until: float) -> Receiving | None:
 
 
 def _may_have() -> bool:
-    if on_cuda() and not rings_wanted():
+    cuda, wanted = on_cuda(), rings_wanted()
+    if cuda and not wanted:
         logger.info("rings are not used: SATCHEL_RINGS is 0")
-    return on_cuda() and rings_wanted()
+    return cuda and wanted
 
 
 def _trial() -> mx.array:
