@@ -163,6 +163,11 @@ def kernels_wanted() -> bool | None:
     return {"0": False, "1": True}.get(os.environ.get("SATCHEL_KERNELS", ""))
 
 
+def rings_wanted() -> bool:
+    """Returns whether cards of one machine may pass arrays on by themselves: unless SATCHEL_RINGS is 0."""
+    return os.environ.get("SATCHEL_RINGS") != "0"
+
+
 def trace_collector() -> str | None:
     """Returns the URL of OpenTelemetry's collector that OTEL_EXPORTER_OTLP_ENDPOINT names; None for none."""
     return os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None

@@ -1,5 +1,5 @@
 """Measures a model whose layers are divided between two GPUs of one host, beside one GPU with all of it, and where each
-stage's time goes.
+stage's time goes. Before that: how long arrays take from one GPU to the other.
 
     python -m benchmarks.group.stages [--model qwen3-8b-4bit] [--rows 1,16,32] [--prompts 16000]
 
@@ -13,11 +13,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +36,16 @@ from ..programs import RESULTS, program
 from ..serve.shapes import SHAPES
 from .measured import ANSWER_S, Measured
 
-PARTS = ("decoding", "prefill")
+PARTS = ("passing", "decoding", "prefill")
 LOG_CHARACTERS = 6000
+RING_LOGS = ("device_ring", "ring_memory", "SATCHEL_RINGS")
+"""What lines of logs have that say whether cards pass arrays on, and why not."""
+
+PASSED = ((2**14, 500), (2**18, 200), (2**24, 20))
+"""Bytes of arrays, and how often they pass there and back: one sequence's hidden states, those of 32, and a piece's."""
+
+PASSED_S = 30.0
+"""The time limit of that."""
 LEAST_SHARE = 0.005
 """What takes less of the time is left out."""
 
@@ -61,6 +72,60 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=RESULTS)
     add("--machine", help="the machine's name in the results' file names")
     return parser.parse_args(arguments)
+
+
+def environment_of(number: int) -> dict[str, str]:
+    """Returns the environment of the process that has this GPU."""
+    return {**os.environ, **mlx_settings(default_home()), "CUDA_VISIBLE_DEVICES": str(number)}
+
+
+def say_log(log: Path, what: str, only: Sequence[str] = ()) -> None:
+    """Prints the last lines of a process's log, or all lines that have one of some words."""
+    text = log.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if any(word in line for word in only)]
+    say(f"--- {what}\n" + ("\n".join(lines) if only else text[-LOG_CHARACTERS:]))
+
+
+def say_stacks(pids: Sequence[int]) -> None:
+    """Lets processes write their stacks into their logs."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(1.0)
+
+
+def passing(work: Path) -> ResultTable:
+    """Arrays between two processes that have a GPU each, and the same over TCP."""
+    part = ResultTable("Arrays from one process to the other, one way")
+    if shutil.which("nvidia-smi"):
+        say(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30).stdout)
+    logs = [work / f"passing-{number}.log" for number in range(2)]
+    with ExitStack() as stack:
+        one, other = (
+            stack.enter_context(Worker(program("group.ring"), log, environment_of(number)))
+            for number, log in enumerate(logs)
+        )
+        pids = [side.ask(["pid"], ANSWER_S) for side in (one, other)]
+        try:
+            address = other.ask(["address"], ANSWER_S)
+            other.ask(["follow"])
+            ways = ["cards", "TCP"] if one.ask(["lead", address], 2 * PASSED_S) else ["TCP"]
+            for nbytes, rounds in PASSED:
+                for way in ways:
+                    # The first time kernels are compiled.
+                    for _ in range(2):
+                        seconds = one.ask(["one_way_s", way, nbytes, rounds], PASSED_S)
+                    row = {"bytes": nbytes, "way": way, "microseconds": 1e6 * seconds, "GB/s": nbytes / seconds / 1e9}
+                    part.rows.append({**row})
+                    say(f"  {nbytes:,} bytes by {way}: {1e6 * seconds:,.1f} microseconds, {row['GB/s']:.2f} GB/s")
+        except RuntimeError as error:
+            # What was measured is worth having, and the logs say where they stood.
+            say(f"  it failed: {error}")
+            part.notes.append(f"failed: {error}")
+            say_stacks(pids)
+        for number, log in enumerate(logs):
+            say_log(log, f"process {number}")
+    return part
 
 
 class Bench:
@@ -103,20 +168,19 @@ class Bench:
             pids: list[int] = []
             for number, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
                 command = program("group.stage", self._folder, start, stop, stops[-1], "127.0.0.1")
-                environment = {**os.environ, **mlx_settings(default_home()), "CUDA_VISIBLE_DEVICES": str(number)}
-                workers.append(stack.enter_context(Worker(command, self._log(number, len(stops)), environment)))
+                log = self._log(number, len(stops))
+                workers.append(stack.enter_context(Worker(command, log, environment_of(number))))
             try:
                 pids = [worker.ask(["pid"], ANSWER_S) for worker in workers[:-1]]
-                yield Measured(workers), workers
+                measured = Measured(workers)
+                for number in range(len(stops)):
+                    say_log(self._log(number, len(stops)), f"rings of stage {number} of {len(stops)}", RING_LOGS)
+                yield measured, workers
             except RuntimeError:
                 # One has ended, and its log says where it stood. The others compute on threads of their own.
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGUSR1)
-                time.sleep(1.0)
+                say_stacks(pids)
                 for number in range(len(stops)):
-                    log = self._log(number, len(stops)).read_text(errors="replace")
-                    say(f"--- stage {number} of {len(stops)}\n{log[-LOG_CHARACTERS:]}")
+                    say_log(self._log(number, len(stops)), f"stage {number} of {len(stops)}")
                 raise
 
     def _ask(self, name: str, *question: Any) -> dict[str, float]:
@@ -200,8 +264,13 @@ def main() -> None:
     result["parts"] = kept.earlier(path, result, PARTS)
     budget = Budget(options.budget_s)
     with tempfile.TemporaryDirectory(prefix="satchel-stages-") as work, ExitStack() as stack:
-        bench = Bench(options, Path(work), budget, stack)
-        measures = {name: getattr(bench, name) for name in dict.fromkeys(options.parts)}
+        bench = cache(lambda: Bench(options, Path(work), budget, stack))
+        measures: dict[str, Callable[[], ResultTable]] = {
+            "passing": lambda: passing(Path(work)),
+            "decoding": lambda: bench().decoding(),
+            "prefill": lambda: bench().prefill(),
+        }
+        measures = {name: measures[name] for name in dict.fromkeys(options.parts)}
         kept.measure_all(measures, budget, path, result, parts.markdown)
 
 

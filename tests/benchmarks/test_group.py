@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from benchmarks.group.clock import Link, PrefillCost, prefill_s, step_s, whole_prefill_s
+from benchmarks.group.ring import CARDS, TCP, TOGETHER_BYTES, Side
 from benchmarks.group.run import fitted
 from benchmarks.programs import ROOT
+from tests.worlds.replica import fake_rings
+from tests.worlds.replica.group import on_a_thread
 
 HALF = PrefillCost(0.018, 1.07e-3, 8.9e-7)
 """A stage of four layers of the 30M shape on one core of an AMD EPYC, as `make bench-group` measured it."""
@@ -85,3 +89,18 @@ def test_the_benchmark_runs(tmp_path: Path):
         if row["link"] != "loopback":
             # A hidden state has 512 numbers of 4 bytes.
             assert row["wire, bytes a token"] > 2048
+
+
+def test_arrays_pass_between_two_processes_by_their_cards_and_over_tcp():
+    """Through rings and without; each array comes back as it went."""
+    for through_rings in (True, False):
+        with fake_rings.rings() if through_rings else nullcontext([]) as passed:
+            one, other = Side(), Side()
+            with on_a_thread(other.answer):
+                assert one.lead(other.address()) is through_rings
+                for way in [CARDS, TCP] if through_rings else [TCP]:
+                    for nbytes in (16384, 2 * TOGETHER_BYTES):
+                        assert one.one_way_s(way, nbytes, 3) > 0
+                one.close()
+        # Each way, and one more before it is timed.
+        assert passed.count(("received", 16384)) == (2 * (1 + 3) if through_rings else 0)

@@ -87,6 +87,8 @@ class Leading:
         self._tokens = tokens
         # Arrays of tokens that calls will tell, and what is sent of them, or their numbers in the ring.
         self._known: list[tuple[mx.array, Launched | Callable[[], Sequence[int]] | int]] = []
+        # The last that was told of those in the ring.
+        self._put = 0
         self._wanted = wanted or [Wanted()] * len(calls)
         self.count = len(calls)
         self.times = times or Times()
@@ -190,13 +192,14 @@ class Leading:
     def _sent(self, connection: Connection, inputs: mx.array) -> msgpack.ExtType:
         """Sends tokens to the first stage. Returns what calls say of them."""
         place = next((place for place, (each, _) in enumerate(self._known) if each is inputs), None)
-        if place is not None:
-            _, what = self._known.pop(place)
-        else:
+        what = None if place is None else self._known.pop(place)[1]
+        # The first stage has left those out that were put into the ring before what it was told of.
+        if what is None or (isinstance(what, int) and what < self._put):
             there, what = self._launchable(connection, inputs)
             mx.async_eval(there)
         count = inputs.size.to_bytes(8, "big")
         if isinstance(what, int):
+            self._put = what
             return msgpack.ExtType(PUT, count + what.to_bytes(8, "big"))
         if isinstance(what, Launched):
             connection.put_launched(what)

@@ -20,9 +20,10 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from .....cluster.environment import rings_wanted
 from .....cluster.errors import LinkError, LinkGarbage
 from ...device.device import launched_as_numpy, on_cuda
-from ...kernels.gpu_kernels import kernel, prepare
+from ...kernels.gpu_kernels import int_numbers, kernel, prepare
 from .broken import in_words
 from .ring_memory import (
     ARRAY_BYTES_MAX,
@@ -54,12 +55,12 @@ _ROOM_LOOK_S = 50e-6
 
 _THREADS = 512
 
-TRIES, _TRIES_OF_TRIAL = 50_000_000, 4_000_000
-"""A device looks so many times at a flag, which takes it a few microseconds each time: minutes, so that a group ends
-even if its heartbeats cannot run."""
+TRIES, _TRIES_OF_TRIAL = 100_000_000, 3_000_000
+"""A device looks so many times at a flag, which takes it one or two microseconds each time: minutes, so that a group
+ends even if its heartbeats cannot run, and seconds, so that a group is formed in time without rings."""
 
-_TRIAL = (37, 1001)
-"""The shape of what passes in a trial, of several chunks and no whole number of them."""
+_TRIAL = (301, 1001)
+"""The shape of what passes in a trial, of more chunks than groups, and no whole number of them."""
 
 _RING, _READY, _SAME = "ring", "ready", "same"
 """Kinds of messages: how the shared memory is opened, and the card, None if there is none; whether the other side has
@@ -68,28 +69,51 @@ it; and whether what was read there is what was to be written."""
 _DTYPES = (mx.float32, mx.bfloat16, mx.float16, mx.uint32)
 """What passes: the trial's, hidden states' and tokens'."""
 
-_TEMPLATE = [("CHUNK", CHUNK_BYTES), ("HEAD", HEAD_BYTES), ("FLAGS", FLAGS), ("THREADS", _THREADS)]
-_RECEIVE_TEMPLATE = [*_TEMPLATE, ("EACH", CHUNK_BYTES // 4 // _THREADS), ("READ", READ), ("BROKEN", BROKEN)]
+_GROUPS = 64
+"""So many groups of threads pass an array at most: what they have under way is many times what a bus needs, and while
+they wait, other kernels have room, and looking at flags takes little of the bus."""
+
+_TEMPLATE = [("CHUNK", CHUNK_BYTES), ("HEAD", HEAD_BYTES), ("FLAGS", FLAGS), ("THREADS", _THREADS), ("GROUPS", _GROUPS)]
+_RECEIVE_TEMPLATE = [
+    *_TEMPLATE,
+    ("EACH", CHUNK_BYTES // 4 // _THREADS),
+    ("READ", READ),
+    ("BROKEN", BROKEN),
+    ("NUMBERS", NUMBERS),
+]
 """`EACH` is how many words a thread has of a chunk."""
 
 _COMMON = """
-  // A group for each chunk.
-  unsigned char* base = (unsigned char*)((unsigned long long)(unsigned)numbers[1] << 32 | (unsigned)numbers[0]);
+  unsigned char* base = (unsigned char*)((unsigned long long)(unsigned)ring[1] << 32 | (unsigned)ring[0]);
   volatile unsigned* words = (volatile unsigned*)base;
-  const unsigned number = numbers[2], chunk = numbers[3] + GROUP;
-  const int left = numbers[4] - (int)GROUP * CHUNK, bytes = left < CHUNK ? left : CHUNK;
-  unsigned char* place = base + HEAD + (unsigned long long)chunk * CHUNK;
+  const unsigned number = place[0];
+  const int all = size[0], chunks = (all + CHUNK - 1) / CHUNK;
+"""
+
+_EACH_CHUNK = """
+  // A group has every so many-th chunk.
+  for (int at = GROUP; at < chunks; at += GROUPS) {
+    const unsigned chunk = place[1] + at;
+    const int left = all - at * CHUNK, bytes = left < CHUNK ? left : CHUNK;
+    unsigned char* there = base + HEAD + (unsigned long long)chunk * CHUNK;
 """
 
 _SEND = (
     _COMMON
+    + _EACH_CHUNK
     + """
-  const unsigned char* from = (const unsigned char*)x + (unsigned long long)GROUP * CHUNK;
-  for (int i = THREAD; i < bytes / 4; i += THREADS) ((volatile unsigned*)place)[i] = ((const unsigned*)from)[i];
-  for (int i = bytes / 4 * 4 + THREAD; i < bytes; i += THREADS) ((volatile unsigned char*)place)[i] = from[i];
-  __threadfence_system();
-  SYNC();
-  if (THREAD == 0) words[FLAGS + chunk] = number;
+    const unsigned char* from = (const unsigned char*)x + (unsigned long long)at * CHUNK;
+    // A part of a larger array may begin within a word.
+    const int whole = (unsigned long long)from & 3 ? 0 : bytes / 4;
+    for (int i = THREAD; i < whole; i += THREADS) ((volatile unsigned*)there)[i] = ((const unsigned*)from)[i];
+    for (int i = whole * 4 + THREAD; i < bytes; i += THREADS) ((volatile unsigned char*)there)[i] = from[i];
+    SYNC();
+    if (THREAD == 0) {
+      // Behind the barrier it is for what all threads of the group have written.
+      __threadfence_system();
+      words[FLAGS + chunk] = number;
+    }
+  }
   if (GROUP == 0 && THREAD == 0) done[0] = 0;
 """
 )
@@ -97,33 +121,47 @@ _SEND = (
 _RECEIVE = (
     _COMMON
     + """
-  SHARED unsigned there;
-  if (THREAD == 0) {
-    // All arrays before this one were read, by kernels before this one, or are not asked for. Each group says so,
-    // because this one may only be put there then, and groups have no order.
-    words[READ] = numbers[5];
-    for (int tries = numbers[6]; words[FLAGS + chunk] != number && !words[BROKEN] && tries; tries--) __nanosleep(200);
-    there = words[FLAGS + chunk] == number;
-    // What did not come must not look as if it had. From now on all work of this process on the device fails.
-    if (!there && numbers[7]) __trap();
-    __threadfence_system();
+  SHARED unsigned found;
+  const bool trial = size[1] < 0;
+  int tries = trial ? -size[1] : size[1];
+  // All arrays before this one were read, by kernels before this one, or are not asked for. Each group says so,
+  // because this one may only be put there then, and groups have no order.
+  if (THREAD == 0) words[READ] = (number - 1) & (NUMBERS - 1);
+"""
+    + _EACH_CHUNK
+    + """
+    if (THREAD == 0) {
+      unsigned seen = words[FLAGS + chunk];
+      // Each look takes its way over the bus.
+      for (; seen != number && tries && (tries & 63 || !words[BROKEN]); tries--) {
+        __nanosleep(100);
+        seen = words[FLAGS + chunk];
+      }
+      // What did not come must not look as if it had. From now on all work of this process on the device fails.
+      if (seen != number && !trial) __trap();
+      found = seen == number;
+      __threadfence_system();
+    }
+    SYNC();
+    const bool came = found;
+    unsigned char* to = (unsigned char*)out + (unsigned long long)at * CHUNK;
+    // All loads begin before the first of them has ended.
+    unsigned taken[EACH];
+    #pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      const int i = j * THREADS + THREAD;
+      taken[j] = came && i < bytes / 4 ? ((volatile unsigned*)there)[i] : 0;
+    }
+    #pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      const int i = j * THREADS + THREAD;
+      if (i < bytes / 4) ((unsigned*)to)[i] = taken[j];
+    }
+    for (int i = bytes / 4 * 4 + THREAD; i < bytes; i += THREADS)
+      to[i] = came ? ((volatile unsigned char*)there)[i] : 0;
+    // All have seen what was found before the next chunk is looked for.
+    SYNC();
   }
-  SYNC();
-  unsigned char* to = (unsigned char*)out + (unsigned long long)GROUP * CHUNK;
-  // All loads begin before the first of them has ended.
-  unsigned taken[EACH];
-  #pragma unroll
-  for (int j = 0; j < EACH; j++) {
-    const int i = j * THREADS + THREAD;
-    taken[j] = there && i < bytes / 4 ? ((volatile unsigned*)place)[i] : 0;
-  }
-  #pragma unroll
-  for (int j = 0; j < EACH; j++) {
-    const int i = j * THREADS + THREAD;
-    if (i < bytes / 4) ((unsigned*)to)[i] = taken[j];
-  }
-  for (int i = bytes / 4 * 4 + THREAD; i < bytes; i += THREADS)
-    to[i] = there ? ((volatile unsigned char*)place)[i] : 0;
   if (GROUP == 0 && THREAD == 0) done[0] = 0;
 """
 )
@@ -292,13 +330,13 @@ class Offer:
         self._offered = ExitStack()
         self._memory: RingMemory | None = None
         found: tuple[tuple[int, int, bytes], bytes] | None = None
-        if on_cuda():
+        if _may_have():
             with _reported("the ring to the next stage"):
                 card = _card()
                 self._memory, where = self._offered.enter_context(RingMemory.offered())
-                found = where, card
                 for dtype in _DTYPES:
-                    prepare(_sends(), _TEMPLATE, [mx.int32, dtype, mx.uint32], [mx.uint32])
+                    prepare(_sends(), _TEMPLATE, [*_TOLD, dtype, mx.uint32], [mx.uint32])
+                found = where, card
         connection.send(_RING, found)
 
     def tried(self) -> Sending | None:
@@ -310,13 +348,22 @@ class Offer:
         with self._offered:
             has, memory = self._connection.expect(_READY, self._until), self._memory
         if memory is None or not has:
+            if memory is not None:
+                logger.info("the ring to the next stage is not used: the other process says why")
             return None
-        sending = None
+        sending, there = None, False
         with _reported("the ring to the next stage"):
             sending = Sending(memory, _registered(memory))
             mx.eval(sending.put(_trial())[0])
-        if self._connection.expect(_SAME, self._until):
+            there = True
+        if not there:
+            # Nothing comes, so the other device need not wait until it gives up.
+            memory.break_off()
+        if self._connection.expect(_SAME, self._until) and there:
+            logger.info("this card passes arrays to another process's card")
             return sending
+        if there:
+            logger.info("the ring to the next stage is not used: the other process did not get what was put there")
         if sending is not None:
             sending.close()
         return None
@@ -329,23 +376,26 @@ def answer(connection: Messages, until: float) -> Receiving | None:
         LinkError: the connection breaks.
     """
     found, receiving, came = connection.expect(_RING, until), None, None
-    if found and on_cuda():
+    if not found and on_cuda():
+        logger.info("the ring of the stage before is not used: that process offers none, and says why")
+    if found and _may_have():
         with _reported("the ring of the stage before"):
             where, card = found
             if card == _card():
                 # It would compute nothing while it waits for itself.
                 raise ValueError("it is the same card's")
             for dtype in _DTYPES:
-                prepare(_receives(), _RECEIVE_TEMPLATE, [mx.int32, mx.uint32], [dtype, mx.uint32])
+                prepare(_receives(), _RECEIVE_TEMPLATE, [*_TOLD, mx.uint32], [dtype, mx.uint32])
             memory = RingMemory.open(*where)
             receiving = Receiving(memory, _registered(memory))
     connection.send(_READY, receiving is not None)
     if receiving is None:
         return None
+    same = False
     with _reported("the ring of the stage before"):
         came = receiving.take(_TRIAL, mx.float32, trial=True)
         mx.eval(came)
-    same = came is not None and bool(mx.array_equal(came, _trial()))
+        same = bool(mx.array_equal(came, _trial()))
     connection.send(_SAME, same)
     if same:
         logger.info("this card takes arrays from another process's card")
@@ -354,6 +404,13 @@ def answer(connection: Messages, until: float) -> Receiving | None:
         logger.info("the ring of the stage before is not used: not what was to come was there, or nothing in time")
     receiving.close()
     return None
+
+
+def _may_have() -> bool:
+    cuda, wanted = on_cuda(), rings_wanted()
+    if cuda and not wanted:
+        logger.info("rings are not used: SATCHEL_RINGS is 0")
+    return cuda and wanted
 
 
 def _trial() -> mx.array:
@@ -365,19 +422,18 @@ def _reported(what: str):
     """A context in which something may fail that the group can do without."""
     try:
         yield
-    except (OSError, RuntimeError, TypeError, ValueError, LinkError) as error:
+    except Exception as error:
         logger.info("%s is not used: %s", what, error)
 
 
 def _launched_send(array: mx.array, order: mx.array, address: int, place: Place) -> mx.array:
     """Returns zeros `(1,)`, which are computed once the array is in its place."""
     (done,) = _sends()(
-        inputs=[_numbers(address, place, array.nbytes), array, order],
+        inputs=[*_told(address, place, array.nbytes), array, order],
         template=_TEMPLATE,
-        grid=(place.chunks * _THREADS, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
         output_shapes=[(1,)],
         output_dtypes=[mx.uint32],
+        **_threads(place),
     )
     return done
 
@@ -386,29 +442,44 @@ def _launched_receive(
     shape: Sequence[int], dtype: mx.Dtype, order: mx.array, address: int, place: Place, trial: bool
 ) -> tuple[mx.array, mx.array]:
     """Returns the array that is in a place, and zeros `(1,)`."""
-    nbytes, before = math.prod(shape) * dtype.size, (place.number - 1) % NUMBERS
+    tries = -_TRIES_OF_TRIAL if trial else TRIES
     out, done = _receives()(
-        inputs=[_numbers(address, place, nbytes, before, _TRIES_OF_TRIAL if trial else TRIES, not trial), order],
+        inputs=[*_told(address, place, math.prod(shape) * dtype.size, tries), order],
         template=_RECEIVE_TEMPLATE,
-        grid=(place.chunks * _THREADS, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
         output_shapes=[tuple(shape), (1,)],
         output_dtypes=[dtype, mx.uint32],
+        **_threads(place),
     )
     return out, done
 
 
 def _sends() -> Callable[..., list[mx.array]]:
-    return kernel("ring_send", ("numbers", "x", "order"), ("done",), _SEND, (_THREADS, 2))
+    return kernel("ring_send", (*_TOLD_NAMES, "x", "order"), ("done",), _SEND, (_THREADS, 2))
 
 
 def _receives() -> Callable[..., list[mx.array]]:
-    return kernel("ring_receive", ("numbers", "order"), ("out", "done"), _RECEIVE, (_THREADS, 2))
+    return kernel("ring_receive", (*_TOLD_NAMES, "order"), ("out", "done"), _RECEIVE, (_THREADS, 2))
 
 
-def _numbers(address: int, place: Place, *more: int) -> mx.array:
-    words = [address & 0xFFFFFFFF, address >> 32, place.number % NUMBERS, place.first, *more]
+_TOLD_NAMES, _TOLD = ("ring", "place", "size"), [mx.int32] * 3
+"""What kernels are told, and its dtypes: where the ring is, the array's number and first chunk, and its bytes, and how
+often to look for it, negative in a trial."""
+
+
+def _told(address: int, place: Place, *size: int) -> list[mx.array]:
+    # MLX has arrays of eight bytes where both the host and the device reach them. Larger ones move, which takes longer
+    # than an array needs to pass.
+    return [_ring_at(address), mx.array([place.number % NUMBERS, place.first], mx.int32), int_numbers(*size)]
+
+
+@cache
+def _ring_at(address: int) -> mx.array:
+    words = [address & 0xFFFFFFFF, address >> 32]
     return mx.array([word - 2**32 if word >= 2**31 else word for word in words], mx.int32)
+
+
+def _threads(place: Place) -> dict[str, tuple[int, int, int]]:
+    return {"grid": (min(place.chunks, _GROUPS) * _THREADS, 1, 1), "threadgroup": (_THREADS, 1, 1)}
 
 
 _PORTABLE, _DEVICE_MAP = 1, 2
@@ -460,9 +531,14 @@ def _context():
 
 def _call(function: str, *arguments: Any) -> None:
     if failed := getattr(_driver(), function)(*arguments):
-        raise RuntimeError(f"CUDA's {function} gave error {failed}")
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(failed, ctypes.byref(name))
+        raise RuntimeError(f"CUDA's {function} gave error {failed}, {(name.value or b'unknown').decode()}")
 
 
 @cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")
+    # MLX has done so if it has computed.
+    driver.cuInit(0)
+    return driver

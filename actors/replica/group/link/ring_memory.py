@@ -171,7 +171,7 @@ class RingMemory:
 
     def break_off(self) -> None:
         """Ends the waits of the device that reads; from any thread. Only the side that reads calls it, once it knows
-        why."""
+        why, and the other one in a trial."""
         self._words[BROKEN] = 1
 
     def was_read(self, number: int) -> bool:

@@ -104,6 +104,17 @@ def test_arrays_of_all_sizes_arrive_in_order_and_wait_for_room(
     sent.result(20)
 
 
+def test_groups_of_threads_take_several_chunks_each(sides: tuple[Sending, Receiving]):
+    """Of an array that is larger than they are many, and of one that begins within a word."""
+    sending, receiving = sides
+    large = mx.random.randint(0, 2**16, (5 * device_ring._GROUPS * CHUNK_BYTES // 4 + 13,), mx.uint32)
+    within = mx.random.normal((CHUNK_BYTES,)).astype(mx.bfloat16)[3:]
+    for array in (large, within):
+        mx.eval(array)
+        sending.put(array)
+        assert same(receiving.take(array.shape, array.dtype), array)
+
+
 def test_a_card_waits_for_what_was_not_put_yet(sides: tuple[Sending, Receiving], card: ThreadPoolExecutor):
     sending, receiving = sides
     array = mx.random.normal((3, 5001)).astype(mx.bfloat16)
@@ -175,6 +186,18 @@ def test_what_is_never_asked_for_is_not_waited_for(sides: tuple[Sending, Receivi
     assert told == msgpack.ExtType(PUT, (1).to_bytes(8, "big") + (30).to_bytes(8, "big"))
 
 
+def test_tokens_that_are_told_out_of_order_are_put_there_again(sides: tuple[Sending, Receiving]):
+    """One micro-batch has changed, and its tokens are told before those of the other that were put there first."""
+    sending, receiving = sides
+    connection: Any = SimpleNamespace(sending=sending)
+    leading = Leading([], Wholeness(lambda: None), tokens=connection)
+    one, other = mx.array([1, 2], mx.uint32), mx.array([3], mx.uint32)
+    mx.eval(leading.copies_of(one), leading.copies_of(other))
+    told = [leading._packed(tokens).data for tokens in (other, one)]
+    found = [(int.from_bytes(each[:8], "big"), int.from_bytes(each[8:], "big")) for each in told]
+    assert [receiving.take((count,), mx.uint32, number).tolist() for count, number in found] == [[3], [1, 2]]
+
+
 def test_a_connection_that_is_closed_waits_for_what_is_in_flight(
     sides: tuple[Sending, Receiving], card: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ):
@@ -241,8 +264,9 @@ def test_memory_that_a_device_may_not_have_leaves_the_network(
             raise RuntimeError("CUDA's cuMemHostRegister_v2 gave error 801")
         return memory.address
 
+    # A card waits for minutes, unless it is told that nothing comes.
+    monkeypatch.setattr(device_ring, "_TRIES_OF_TRIAL", device_ring.TRIES)
     monkeypatch.setattr(device_ring, "_registered", refused)
-    monkeypatch.setattr(device_ring, "_TRIES_OF_TRIAL", 1000)
     agree_on_one(two, card)
     assert near.sending is None and far.receiving is None
     array = mx.random.normal((1, 2, 64))
@@ -273,6 +297,19 @@ def test_machines_without_a_card_have_none(
     monkeypatch.setattr(device_ring, "on_cuda", lambda: next(answers, False))
     answered = card.submit(answer, far, UNTIL)
     assert made.tried() is None and answered.result(20) is None
+
+
+def test_who_wants_no_rings_has_none(
+    two: tuple[Connection, Connection],
+    card: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setenv("SATCHEL_RINGS", "0")
+    with caplog.at_level("INFO"):
+        agree_on_one(two, card)
+    assert two[0].sending is None and two[1].receiving is None
+    assert "SATCHEL_RINGS is 0" in caplog.text
 
 
 def test_two_processes_on_one_card_have_none(
