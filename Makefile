@@ -16,6 +16,7 @@ MINUTES ?=
 BODIES ?=
 ONLY ?=
 MODELS ?=
+SPEECH ?=
 TRACES ?=
 TEMPLATES ?=
 ZOO ?=
@@ -62,9 +63,9 @@ test-clients: .venv/.development build/clients/.ready build/clients/venv/.ready 
 test-page: .venv/.development build/page/venv/.ready ## Use the page in a headless Chromium, against a cluster; needs a chromium on the path
 	@$(BIN)/python -m pytest tests/page -m page $(NO_HURRY)
 
-test-real: .venv/.development ## Serve real checkpoints and compare with mlx-lm: MODELS="folder folder"
+test-real: .venv/.development ## Serve real checkpoints and compare with mlx-lm and mlx-audio: MODELS="folder folder", SPEECH="recording.wav" with recording.txt
 	@test -n "$(MODELS)" || { echo "Name the folders of some models, as mlx-lm loads them: make test-real MODELS=folder" >&2; exit 1; }
-	@SATCHEL_REAL_MODELS="$(MODELS)" $(BIN)/python -m pytest tests/real -m real -v $(NO_HURRY) --durations 15
+	@SATCHEL_REAL_MODELS="$(MODELS)" SATCHEL_REAL_SPEECH="$(SPEECH)" $(BIN)/python -m pytest tests/real -m real -v $(NO_HURRY) --durations 15
 
 test-zoo: .venv/.development ## Check how every type of mlx-lm and mlx-vlm is served (30 minutes); ZOO="gemma2 mamba" for some
 	@$(BIN)/python -m tests.zoo.run $(ZOO)

@@ -254,7 +254,8 @@ class Scheduling:
     queue_requests_max: Count = 256
     """The most requests in the queue; a further one is refused (503)."""
     prefill_chunk_tokens: Annotated[int, Field(ge=256, multiple_of=256)] = 4096
-    """The most tokens that a step prefills. The actual number depends on the measured rate and `prefill_pause_s`."""
+    """The most tokens that a step prefills. The actual number depends on the measured rate and `prefill_pause_s`; on a
+    CPU it is at most 256."""
     prefill_sequences_max: Annotated[Count, also_named("prefill_sequences_max", "prefill_rows_max")] = 8
     """How many prompts share the prefill work of a step."""
     prefill_pause_s: Seconds = 0.25

@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from satchel.actors.model_files.speech_folders import speech_folder
+
 from .reference import ON_CPU, Reference
 from .served import Server
 
-FOLDERS = [Path(name) for name in os.environ.get("SATCHEL_REAL_MODELS", "").replace(",", " ").split()]
+_NAMED = [Path(name) for name in os.environ.get("SATCHEL_REAL_MODELS", "").replace(",", " ").split()]
+FOLDERS = [folder for folder in _NAMED if speech_folder(folder) is None]
+SPEECH = [folder for folder in _NAMED if speech_folder(folder) is not None]
+"""Models of speech."""
 
 DTYPES = ("float32",) if ON_CPU else ("float32", "auto")
 """In which models are served. A CPU computes in float32 by itself."""
