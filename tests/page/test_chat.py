@@ -70,6 +70,20 @@ def test_an_answer_is_shown_while_it_comes_and_can_be_stopped(open_page: Callabl
     assert page.locator("#chat-log").get_attribute("aria-busy") == "false"
 
 
+def test_the_next_message_does_not_wait_for_a_turn_s_costs(open_page: Callable[..., Any]):
+    page, held, holding = open_page(), [], [True]
+    page.route("**/v1/cluster/decisions/*", lambda route: held.append(route) if holding else route.continue_())
+    page.click("#chat-new")
+    say(page, "Remember: the code of ada is 1815.")
+    assert page.locator("#chat-stop").is_hidden()
+    assert "1815" in say(page, "What is the code of ada?").inner_text()
+    assert page.locator(".turn table.costs").count() == 0
+    holding.clear()
+    for route in held:
+        route.continue_()
+    page.locator(".turn table.costs").nth(1).wait_for(state="attached")
+
+
 DROPPED = """([data, kind]) => {
   const bytes = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
   const transfer = new DataTransfer();

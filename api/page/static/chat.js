@@ -215,6 +215,13 @@ function toEnd() {
   $("chat-log").scrollTop = $("chat-log").scrollHeight;
 }
 
+/** Changes the messages, and stays at their end if it is shown. */
+function keepingEnd(change) {
+  const atEnd = $("chat-log").scrollHeight - $("chat-log").scrollTop - $("chat-log").clientHeight < 60;
+  change();
+  if (atEnd) toEnd();
+}
+
 async function say() {
   const text = $("chat-text").value.trim();
   if (running || (!text && !pictures.length)) return;
@@ -283,18 +290,14 @@ async function stream(answer, text, sent) {
       if (!thinking.isConnected) answer.body.before(thinking);
       thought.append(delta.reasoning_content);
     }
-    if (delta.content) {
-      const atEnd = $("chat-log").scrollHeight - $("chat-log").scrollTop - $("chat-log").clientHeight < 60;
-      answer.body.append(delta.content);
-      if (atEnd) toEnd();
-    }
+    if (delta.content) keepingEnd(() => answer.body.append(delta.content));
   }
   turn.endMs = performance.now() - began;
-  await showTurn(answer, turn);
+  showTurn(answer, turn);
 }
 
 /** Shows below an answer what of its prompt came from memory, where it was computed, and why there. */
-async function showTurn(answer, turn) {
+function showTurn(answer, turn) {
   const { headers, usage } = turn;
   const cached = usage?.prompt_tokens_details?.cached_tokens ?? 0;
   const prompt = usage?.prompt_tokens ?? 0;
@@ -316,16 +319,24 @@ async function showTurn(answer, turn) {
     details.append(el("p", { class: "hint" }, `Reason: ${why}. Costs are shown to administrators.`));
     return;
   }
+  // Not awaited: the turn is over, and the next message waits for none of this.
+  explain(headers.get("x-request-id"), cached, chips, details);
+}
+
+/** Adds to a shown turn where its prompt's KV came from, and what the router compared. */
+async function explain(request, cached, chips, details) {
   try {
-    const path = `/v1/cluster/decisions/${encodeURIComponent(headers.get("x-request-id"))}`;
+    const path = `/v1/cluster/decisions/${encodeURIComponent(request)}`;
     let explained = await get(path);
     if (explained.actual_cached_tokens === null) {
       // The router hears of the end a moment later than this page.
       await new Promise((done) => setTimeout(done, 500));
       explained = await get(path);
     }
-    chips.append(...sources(explained, cached));
-    details.append(costs(explained));
+    keepingEnd(() => {
+      chips.append(...sources(explained, cached));
+      details.append(costs(explained));
+    });
   } catch (error) {
     details.append(el("p", { class: "hint" }, error.message));
   }
