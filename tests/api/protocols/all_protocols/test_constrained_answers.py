@@ -192,8 +192,9 @@ async def test_an_agent_remembers_a_bound_answer(world: World):
 # Calls.
 
 
-async def test_a_required_call_is_made(world: World):
-    for name, arguments in await world.calls(tool_choice="required"):
+@pytest.mark.parametrize("choice", ["required", "any"])
+async def test_a_required_call_is_made(world: World, choice: str):
+    for name, arguments in await world.calls(tool_choice=choice):
         schema = next(each["function"]["parameters"] for each in TOOLS if each["function"]["name"] == name)
         jsonschema_rs.validate(schema, arguments)
 
