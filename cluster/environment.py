@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import ClusterError
-from .home import Home
+from .home import Home, expanded
 
 _FORBIDDEN_TO_RAY = (
     "RAY_ADDRESS",
@@ -36,9 +36,12 @@ _FORBIDDEN_TO_RAY = (
 
 
 def default_home() -> Home:
-    """Returns SATCHEL_HOME, or `~/.satchel`."""
-    given = os.environ.get("SATCHEL_HOME")
-    return Home(Path(given).expanduser().absolute() if given else Path.home() / ".satchel")
+    """Returns SATCHEL_HOME, or `~/.satchel`.
+
+    Raises:
+        ClusterError: this user has no home folder, and SATCHEL_HOME does not name another one.
+    """
+    return Home(expanded(os.environ.get("SATCHEL_HOME") or "~/.satchel").absolute())
 
 
 def ray_settings(home: Home, *, one_machine: bool = True) -> dict[str, str]:

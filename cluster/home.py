@@ -200,6 +200,23 @@ class Home:
         return self.run / "ray-logs"
 
 
+def expanded(given: str | os.PathLike[str]) -> Path:
+    """Returns the path that somebody gave, with `~` and `~user` replaced by that user's home folder.
+
+    Raises:
+        ClusterError: there is no such user, or the user of this process has no home folder.
+    """
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:
+        if str(given).partition("/")[0] != "~":
+            raise ClusterError(f"{str(given)!r} names the home of a user who does not exist") from None
+        raise ClusterError(
+            f"{given}: the user with id {os.getuid()} has no home folder, and HOME is not set; name a folder for "
+            "Satchel's state with SATCHEL_HOME or --home"
+        ) from None
+
+
 _LOCK_WAIT_S = 1.0
 """The kernel frees a killed server's lock once the process is gone, which takes a moment."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from ...cluster.environment import default_home
-from ...cluster.home import Home
+from ...cluster.home import Home, expanded
 
 # typer reads these annotations at run time; it supports `Optional`, but not every form of `X | None`.
 HomeOption = Annotated[
@@ -69,4 +69,4 @@ LogFormatOption = Annotated[
 
 
 def chosen_home(given: Path | None) -> Home:
-    return Home(given.expanduser().absolute()) if given is not None else default_home()
+    return Home(expanded(given).absolute()) if given is not None else default_home()

@@ -6,14 +6,13 @@ import os
 import socket
 import threading
 from contextlib import suppress
-from pathlib import Path
 
 import ray
 
 from ...cluster.connection import ClusterRecord, connect_ray, connect_ray_address, find_cluster, last_cluster
 from ...cluster.environment import default_home
 from ...cluster.errors import ClusterError, NotRunning
-from ...cluster.home import Home
+from ...cluster.home import Home, expanded
 from .watch import KNOCK_S, ServerWatch, host_and_port
 
 _changing = threading.Lock()
@@ -33,7 +32,7 @@ def connect_driver(home: str | os.PathLike[str] | None, address: str | None) -> 
         NotRunning: no server runs there.
         ClusterError: this process is connected to another running cluster.
     """
-    where = Home(Path(home).expanduser().absolute()) if home is not None else default_home()
+    where = Home(expanded(home).absolute()) if home is not None else default_home()
     with _changing:
         if ray.is_initialized():
             context = ray.get_runtime_context()

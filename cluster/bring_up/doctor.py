@@ -29,7 +29,7 @@ from ..devices.cards import card_of, found_cards
 from ..devices.devices import with_devices
 from ..environment import is_macos, short_temporary_root
 from ..errors import ClusterError, ConfigError, KeysDamaged, NotRunning, PortInUse
-from ..home import Home
+from ..home import Home, expanded
 from ..incidents import Incident, incidents
 from ..patches import ray_programs
 from ..trust.endpoint_certificate import check_certificate
@@ -107,7 +107,7 @@ def examine(config: Config, home: Home) -> list[Check]:
 
 def _largest_weights(config: Config) -> int:
     """Returns the size of the largest model whose folder is here, in bytes."""
-    folders = [Path(model.source).expanduser() for model in config.models]
+    folders = [_folder(model.source) for model in config.models]
     return max((sum(each.stat().st_size for each in folder.glob("*.safetensors")) for folder in folders), default=0)
 
 
@@ -339,8 +339,16 @@ def check_drafting(model: Model) -> Check:
     return _check_folder(f"drafting model of {model.name}", source, "drafts", "warn")
 
 
+def _folder(source: str) -> Path:
+    """Returns the folder that a source names, if it names one; `~user` of an unknown user is none that exists."""
+    try:
+        return expanded(source)
+    except ClusterError:
+        return Path(source)
+
+
 def _check_folder(name: str, source: str, key: str, otherwise: Literal["warn", "fail"]) -> Check:
-    if not source.startswith(("/", "./", "../", "~")) or Path(source).expanduser().is_dir():
+    if not source.startswith(("/", "./", "../", "~")) or _folder(source).is_dir():
         return Check(name, "ok", source)
     return Check(name, otherwise, f"there is no folder {source}", f"correct `{key}` in the config")
 
@@ -350,7 +358,7 @@ def check_adapter(model: Model, name: str) -> Check:
     what, source = f"adapter {name} of {model.name}", model.adapters[name]
     if not source.startswith(("/", "./", "../", "~")):
         return Check(what, "ok", source)
-    missing = [file for file in _ADAPTER_FILES if not (Path(source).expanduser() / file).is_file()]
+    missing = [file for file in _ADAPTER_FILES if not (_folder(source) / file).is_file()]
     if not missing:
         return Check(what, "ok", source)
     mend = "correct `adapters` in the config; only adapters that mlx-lm wrote are read"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pwd
 import sys
 from pathlib import Path
 
 import pytest
 
 from satchel.cluster import environment
+from satchel.cluster.errors import ClusterError
 from satchel.cluster.home import Home
 
 NAMES = {"MLX_ENABLE_CACHE_THRASHING_CHECK", "MLX_MAX_OPS_PER_BUFFER"}
@@ -75,3 +77,31 @@ def test_what_lets_a_process_outlive_a_cluster_is_not_inherited_and_what_somebod
     for name in ours:
         monkeypatch.setenv(name, "7")
     assert {name: child(tmp_path)[name] for name in ours} == dict.fromkeys(ours, "7")
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As in a container that runs under a user id of its own: HOME is not set, and no user has that id."""
+
+    def unknown(_: object) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("SATCHEL_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for given in (None, "~/elsewhere"):
+        if given is not None:
+            monkeypatch.setenv("SATCHEL_HOME", given)
+        with pytest.raises(ClusterError, match=f"{os.getuid()} has no home folder.*SATCHEL_HOME or --home"):
+            environment.default_home()
+    monkeypatch.setenv("SATCHEL_HOME", str(tmp_path))
+    assert environment.default_home().root == tmp_path
+
+
+def test_a_home_is_the_same_from_every_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("SATCHEL_HOME", raising=False)
+    monkeypatch.setenv("HOME", "relative")
+    monkeypatch.chdir(tmp_path)
+    assert environment.default_home().root == tmp_path / "relative" / ".satchel"
+    monkeypatch.setenv("SATCHEL_HOME", "~nobody-of-this-name/x")
+    with pytest.raises(ClusterError, match="names the home of a user who does not exist"):
+        environment.default_home()

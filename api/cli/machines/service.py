@@ -32,7 +32,7 @@ from ....cluster.config.config import Config
 from ....cluster.connection import ClusterRecord, find_cluster
 from ....cluster.environment import is_macos, snapshot
 from ....cluster.errors import ClusterError, ConfigError, HomeInUse, NotRunning
-from ....cluster.home import Home, prepare_home, read_json, write_private
+from ....cluster.home import Home, expanded, prepare_home, read_json, write_private
 from ....cluster.node_keeper import find_keeper
 from ....cluster.processes import ProcessMark
 
@@ -231,7 +231,7 @@ def _ask_to_end(mark: ProcessMark) -> None:
 
 def head_service(config: Path, home: Home) -> Service:
     """Returns the service that serves a config on this machine, started in this folder."""
-    command = satchel_command("serve", "--config", str(config.expanduser().absolute()), "--home", str(home.root))
+    command = satchel_command("serve", "--config", str(expanded(config).absolute()), "--home", str(home.root))
     return _service("serve", "Satchel: the server of a cluster", command, home)
 
 

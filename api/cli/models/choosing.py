@@ -14,6 +14,7 @@ import typer
 from ....actors.model_files.source import default_name, embedded_names, is_model_folder
 from ....cluster.config.config import Config, Model, default_config, load_config, name_refusal, parse_model
 from ....cluster.errors import ConfigError
+from ....cluster.home import expanded
 from ..options import KV, LogFormat
 from .disk import complete_source
 
@@ -89,7 +90,7 @@ class Choice:
             raise ConfigError(f"give one config, not {len(files)}: {', '.join(map(str, files))}")
         if len(self.what) > len(given):
             raise ConfigError(f"give a config ({files[0]}) or models, not both: the config says what is served")
-        return files[0].expanduser()
+        return expanded(files[0])
 
     def read(self) -> Config:
         """Returns the config.
@@ -186,10 +187,7 @@ def with_endpoint(config: Config, port: int | None, listen: str | None) -> Confi
 
 
 def _folder(given: str) -> Path | None:
-    try:
-        path = Path(given).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{given!r} names the home of a user who does not exist") from None
+    path = expanded(given)
     return path if path.is_dir() else None
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from ....cluster.home import expanded
 from ..options import Dtype, JsonOption
 from ..printing import print_json
 
@@ -61,7 +62,7 @@ def convert(
     from ....actors.model_files.conversion import convert as run
     from ..progress import ProgressDisplay
 
-    target = (to if to is not None else Path(f"{_name(model)}-{recipe.value}")).expanduser().absolute()
+    target = expanded(to if to is not None else f"{_name(model)}-{recipe.value}").absolute()
     progress = ProgressDisplay(sys.stderr if json else None)
     try:
         converted = run(model, target, recipe.value, dtype.value, progress.report)
@@ -79,7 +80,7 @@ def convert(
 
 def _name(model: str) -> str:
     """Returns a folder's name for a source: `small` for `owner/small@main`, `embedded:small` and `some/small/`."""
-    return Path(model.removeprefix("embedded:")).expanduser().absolute().name.partition("@")[0]
+    return expanded(model.removeprefix("embedded:")).absolute().name.partition("@")[0]
 
 
 def _told(converted: Converted) -> list[str]:

@@ -16,7 +16,7 @@ from ....cluster.bring_up.facts import machine_facts
 from ....cluster.config.config import Config
 from ....cluster.environment import mlx_settings, snapshot
 from ....cluster.errors import ClusterError, SatchelError
-from ....cluster.home import Home
+from ....cluster.home import Home, expanded
 from ....cluster.trust.invitations import remembered
 from ....cluster.trust.members import members
 from ..progress import ProgressDisplay
@@ -71,7 +71,7 @@ def write_report(
     Raises:
         ClusterError: the file cannot be written.
     """
-    path = (file or DEFAULT_FILE).expanduser()
+    path = expanded(file or DEFAULT_FILE)
     if not path.parent.is_dir() or path.is_dir():
         raise ClusterError(f"the report cannot be written: {path} is no file in a folder that exists")
     source = next((each.source for each in config.models if each.name == model), model or EMBEDDED)
@@ -139,7 +139,10 @@ def _redaction(config: Config, home: Home, status: dict[str, Any], environment: 
     secrets = [value for name, value in environment.items() if any(part in name.upper() for part in _SECRET_VARIABLES)]
     # Shorter ones are switches, and a path is no secret.
     secrets = [value for value in secrets if len(value) >= SECRET_CHARACTERS_MIN and value[0] not in "/~"]
-    return Redaction(str(Path.home()), names, secrets)
+    own_folder = ""
+    with suppress(ClusterError):
+        own_folder = str(expanded("~"))
+    return Redaction(own_folder, names, secrets)
 
 
 def as_markdown(found: dict[str, Any]) -> str:
