@@ -243,7 +243,7 @@ def node_service(join_server: str, name: str, own_address: str, home: Home) -> S
 
 
 def _service(role: str, description: str, command: list[str], home: Home) -> Service:
-    name = service_name(role, home.root, Path.home() / ".satchel")
+    name = service_name(role, home.root, expanded("~") / ".satchel")
     variables = tuple((name, value) for name in PASSED_ON if (value := snapshot().get(name)))
     program, *arguments = command
     # Homebrew removes the folder of a version when it installs the next one; its link stays.
@@ -269,10 +269,10 @@ def install(service: Service, home: Home, *, daemon: bool = False, only_print: b
         path = home.run / f"{service.name}.plist"
         text, advice = launchd_plist(service, getpass.getuser()).decode(), daemon_advice(service, path)
     elif is_macos():
-        path = launchd_path(service, Path.home())
+        path = launchd_path(service, expanded("~"))
         text, advice = launchd_plist(service).decode(), launchd_advice(service, path, os.getuid())
     else:
-        path = systemd_path(service, Path.home())
+        path = systemd_path(service, expanded("~"))
         text, advice = systemd_unit(service), systemd_advice(service)
     if only_print:
         say(text.rstrip("\n"))
@@ -287,6 +287,6 @@ def install(service: Service, home: Home, *, daemon: bool = False, only_print: b
     say(f"{'Replaced' if known else 'Written'}: {path}")
     for line in advice:
         say(line)
-    if is_macos() and (guarded := guarded_paths(service, Path.home())):
+    if is_macos() and (guarded := guarded_paths(service, expanded("~"))):
         say(f"macOS lets no service read {', '.join(guarded)}: move that, or allow Full Disk Access (System Settings >")
         say(f"Privacy & Security) to {os.path.realpath(service.command[0])}")
