@@ -6,6 +6,8 @@ Its standard error goes into a file. It ends when its standard input closes.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import select
 import subprocess
 import sys
@@ -94,3 +96,11 @@ def answer(reply: Callable[[Any], Any]) -> None:
     """Be such a process, until standard input closes."""
     for line in sys.stdin:
         print(json.dumps(reply(json.loads(line))), flush=True)
+
+
+def start_answering() -> None:
+    """Keeps standard output for answers: what libraries print as they start goes to the log, with the log's lines."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    sys.stdout = answers
+    logging.basicConfig(level=logging.INFO)

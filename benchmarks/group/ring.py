@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import logging
 import os
 import signal
 import socket
@@ -145,11 +144,7 @@ class Side:
 
 
 def main() -> None:
-    # What starts may write to standard output, which has the answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    sys.stdout = answers
-    logging.basicConfig(level=logging.INFO)
+    worker.start_answering()
     sys.setswitchinterval(SWITCH_S)
     # If the other one waits for it.
     faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -27,7 +27,7 @@ from satchel.actors.replica.loop.engine import Engine
 from satchel.cluster.config.config import Scheduling
 from satchel.cluster.config.stages import Split
 
-from ..cluster.worker import answer
+from ..cluster.worker import answer, start_answering
 from .process import GROUP, KEY, Call, Follower, Process
 
 KV_BYTES = 24 * 2**30
@@ -116,10 +116,8 @@ class ShareProcess(Process):
 
 def main() -> None:
     folder, rank, ranks, host, backend = sys.argv[1:]
-    # NCCL's start writes to standard output, which has the answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    sys.stdout = answers
+    # NCCL's start writes to standard output.
+    start_answering()
     given = folder, int(rank), int(ranks), host, backend
     if int(rank) == max(0, int(ranks) - 1):
         process = ShareProcess(*given)

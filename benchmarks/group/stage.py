@@ -8,7 +8,6 @@ It is asked as `process.py` is, and for where its time goes.
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.loading import models
 from satchel.actors.rpc.shell import SWITCH_S
 
-from ..cluster.worker import answer
+from ..cluster.worker import answer, start_answering
 from .process import GROUP, KEY, TIMES, Call, Follower, Process
 
 LIMIT_S = 120.0
@@ -77,11 +76,7 @@ def limited(ask: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def main() -> None:
-    # A start may write to standard output, which has the answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    sys.stdout = answers
-    logging.basicConfig(level=logging.INFO)
+    start_answering()
     # As the actors do.
     sys.setswitchinterval(SWITCH_S)
     folder, start, stop, layers, host = sys.argv[1:]
