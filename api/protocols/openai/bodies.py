@@ -24,7 +24,7 @@ from ...requests.request_body import RequestBody, check_counts, check_nested
 from ...requests.requests import ChatRequest, CompletionRequest
 from .functions import FunctionCall, tool_use_of, tools_of
 from .messages import Functions, Messages, Tools
-from .tool_choice import ANY, read_tool_choice
+from .tool_choice import read_tool_choice
 from .unsupported import NEUTRAL, refuse_unsupported
 
 COMPLETION_MAX_TOKENS = 16
@@ -39,8 +39,10 @@ def _limit(value: Any) -> Any:
 
 
 def _tool_choice(value: Any) -> Any:
+    # `any` is Mistral's word.
+    value = "required" if value == "any" else value
     read_tool_choice(value)
-    return "required" if value == ANY else value
+    return value
 
 
 Json = Annotated[Any, WithJsonSchema({})]

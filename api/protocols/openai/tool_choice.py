@@ -7,9 +7,6 @@ from typing import Any
 
 from ...requests.requests import ToolUse
 
-ANY = "any"
-"""Mistral's word for `required`."""
-
 
 def read_tool_choice(choice: Any, *, parallel: bool | None = None) -> ToolUse:
     """Returns the `ToolUse` for a value of `tool_choice`. `parallel` is the value of `parallel_tool_calls`, None if not
@@ -22,7 +19,7 @@ def read_tool_choice(choice: Any, *, parallel: bool | None = None) -> ToolUse:
         return ToolUse(parallel=parallel is not False)
     if choice == "none":
         return ToolUse(shown=False)
-    if choice in ("required", ANY):
+    if choice == "required":
         return ToolUse(forced=True, parallel=bool(parallel))
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind == "function":
