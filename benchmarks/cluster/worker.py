@@ -98,6 +98,11 @@ def answer(reply: Callable[[Any], Any]) -> None:
         print(json.dumps(reply(json.loads(line))), flush=True)
 
 
+def methods_of(part: Any) -> Callable[[Sequence[Any]], Any]:
+    """Returns what `answer` needs, if questions are the name of a method and its arguments."""
+    return lambda question: getattr(part, question[0])(*question[1:])
+
+
 def start_answering() -> None:
     """Keeps standard output for answers: what libraries print as they start goes to the log, with the log's lines."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)

@@ -29,7 +29,7 @@ from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.cluster.config.config import Scheduling
 
-from ..cluster.worker import answer
+from ..cluster.worker import answer, methods_of
 
 GROUP, KEY = "measured", b"a cluster's key for benchmarks"
 TIMES = GroupTimes(form_s=60.0, silent_s=20.0, stalled_s=60.0)
@@ -224,7 +224,7 @@ def main() -> None:
     given = folder, int(start), int(stop), int(layers), host
     if stop == layers:
         process = Process(*given)
-        answer(lambda question: getattr(process, question[0])(*question[1:]))
+        answer(methods_of(process))
         process.close()
     else:
         answer(Follower(*given).ask)

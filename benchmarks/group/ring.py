@@ -15,12 +15,11 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
 
 import mlx.core as mx
 
 from satchel.actors.replica.group.link.connection import Connection
-from satchel.actors.replica.group.link.device_ring import Offer, answer
+from satchel.actors.replica.group.link.device_ring import Offer, Receiving, Sending, answer
 from satchel.actors.rpc.shell import SWITCH_S
 from satchel.cluster.errors import LinkError
 
@@ -119,16 +118,19 @@ class Side:
 
     def _turn(self, array: mx.array, nbytes: int) -> tuple[mx.array, mx.array]:
         """Returns what comes back for an array, and what must be launched to send it."""
-        sending, receiving = self._ways[CARDS].sending, self._ways[CARDS].receiving
-        assert sending is not None and receiving is not None
+        sending, receiving = self._rings()
         done, _ = sending.put(array)
         return receiving.take((nbytes // 4,), mx.uint32), done
 
     def _passed_back(self, nbytes: int) -> mx.array:
         """Returns what must be launched to take an array and to send it back."""
+        sending, receiving = self._rings()
+        return sending.put(receiving.take((nbytes // 4,), mx.uint32))[0]
+
+    def _rings(self) -> tuple[Sending, Receiving]:
         sending, receiving = self._ways[CARDS].sending, self._ways[CARDS].receiving
         assert sending is not None and receiving is not None
-        return sending.put(receiving.take((nbytes // 4,), mx.uint32))[0]
+        return sending, receiving
 
     def close(self) -> None:
         """Ends this process's part, and the other one's."""
@@ -149,11 +151,7 @@ def main() -> None:
     # If the other one waits for it.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     side = Side()
-
-    def asked(question: list[Any]) -> Any:
-        return getattr(side, question[0])(*question[1:])
-
-    worker.answer(asked)
+    worker.answer(worker.methods_of(side))
     side.close()
 
 

@@ -27,7 +27,7 @@ from satchel.actors.replica.loop.engine import Engine
 from satchel.cluster.config.config import Scheduling
 from satchel.cluster.config.stages import Split
 
-from ..cluster.worker import answer, start_answering
+from ..cluster.worker import answer, methods_of, start_answering
 from .process import GROUP, KEY, Call, Follower, Process
 
 KV_BYTES = 24 * 2**30
@@ -121,7 +121,7 @@ def main() -> None:
     given = folder, int(rank), int(ranks), host, backend
     if int(rank) == max(0, int(ranks) - 1):
         process = ShareProcess(*given)
-        answer(lambda question: getattr(process, question[0])(*question[1:]))
+        answer(methods_of(process))
         process.close()
     else:
         answer(Follower(*given, kind=ShareProcess).ask)

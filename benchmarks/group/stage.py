@@ -20,7 +20,7 @@ from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.loading import models
 from satchel.actors.rpc.shell import SWITCH_S
 
-from ..cluster.worker import answer, start_answering
+from ..cluster.worker import answer, methods_of, start_answering
 from .process import GROUP, KEY, TIMES, Call, Follower, Process
 
 LIMIT_S = 120.0
@@ -83,7 +83,7 @@ def main() -> None:
     given: tuple[Any, ...] = folder, int(start), int(stop), int(layers), host
     if stop == layers:
         process = StageProcess(*given)
-        answer(limited(lambda question: getattr(process, question[0])(*question[1:])))
+        answer(limited(methods_of(process)))
         process.close()
     else:
         follower = Follower(*given, kind=StageProcess)

@@ -116,7 +116,7 @@ def passing(work: Path) -> ResultTable:
                     for _ in range(2):
                         seconds = one.ask(["one_way_s", way, nbytes, rounds], PASSED_S)
                     row = {"bytes": nbytes, "way": way, "microseconds": 1e6 * seconds, "GB/s": nbytes / seconds / 1e9}
-                    part.rows.append({**row})
+                    part.rows.append(row)
                     say(f"  {nbytes:,} bytes by {way}: {1e6 * seconds:,.1f} microseconds, {row['GB/s']:.2f} GB/s")
         except RuntimeError as error:
             # What was measured is worth having, and the logs say where they stood.

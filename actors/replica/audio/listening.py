@@ -183,13 +183,13 @@ class ListeningModel:
             how["max_tokens"] = max(most.default, round(TOKENS_A_SECOND * request.seconds))
         mx.random.seed(request.seed)
         samples = np.frombuffer(request.samples, "<f4")
-        if not self.in_windows and (short := round(TRIED_S * self.info.rate) - len(samples)) > 0:
-            # Some families fail at audio that is shorter than one of their frames. Whisper fills its window itself.
+        if self.in_windows:
+            with EncodedOnce(self._model).used():
+                return self._model.generate(mx.array(samples), fp16=self._model.dtype == mx.float16, **how)
+        if (short := round(TRIED_S * self.info.rate) - len(samples)) > 0:
+            # Some families fail at audio that is shorter than one of their frames.
             samples = np.pad(samples, (0, short))
-        if not self.in_windows:
-            return self._model.generate(mx.array(samples), **how)
-        with EncodedOnce(self._model).used():
-            return self._model.generate(mx.array(samples), fp16=self._model.dtype == mx.float16, **how)
+        return self._model.generate(mx.array(samples), **how)
 
 
 def transcript_of(result: Any) -> Transcript:
