@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 
 @dataclass(frozen=True)
@@ -283,6 +283,28 @@ def model_code_checked(wrap: Callable[[Callable[..., str]], Callable[..., str]])
     from transformers import dynamic_module_utils
 
     dynamic_module_utils.get_cached_module_file = wrap(dynamic_module_utils.get_cached_module_file)
+
+
+def without_torch() -> None:
+    """Has transformers take torch for not installed; for processes of Satchel's own, before they load a model.
+
+    Changes: what `transformers.utils.is_torch_available` has found, and keeps. While it looks, `sys.modules` says that
+        there is no torch.
+    Why: where torch is installed, transformers imports it, which takes seconds and hundreds of megabytes in every
+        process, and some processors compute with it: a node with torch would prepare other pictures than one without.
+    Fits: transformers 5.23.0.
+    Noticed by: tests/actors/test_patches.py::test_transformers_leaves_torch_alone
+    """
+    if "torch" in sys.modules:
+        # A program's own process.
+        return
+    sys.modules["torch"] = cast(Any, None)
+    try:
+        from transformers.utils.import_utils import is_torch_available
+
+        is_torch_available()
+    finally:
+        del sys.modules["torch"]
 
 
 def keep_open_files() -> None:

@@ -13,6 +13,7 @@ from ...cluster.config.stages import Split, Stage, divide
 from ...cluster.environment import default_home
 from ...cluster.errors import NoRoom
 from ..model_files.source import found_here, headers_of
+from ..patches import without_torch
 
 if TYPE_CHECKING:
     from ..replica.group.division.needs import Headers
@@ -40,6 +41,7 @@ class Divider:
             self._read()
 
     def _read(self) -> Headers:
+        without_torch()
         from ..replica.group.division.needs import read_headers
 
         if self._headers is None:

@@ -36,6 +36,7 @@ from ...cluster.errors import (
 )
 from ...cluster.telemetry.process import begin_telemetry
 from ..model_files.source import COMPONENTS, found_here, resolve
+from ..patches import without_torch
 from ..protocol import registry
 from ..protocol.clients import ReplicaClient
 from ..protocol.entries import unpack_tokens
@@ -454,6 +455,7 @@ class ReplicaActor:
             began = time.monotonic()
             folder = self._folder()
             found_s = time.monotonic() - began
+            without_torch()
             # Imported here, so that callers need not import MLX and the event loop answers meanwhile.
             from .serving_of import serving_of
 

@@ -17,7 +17,7 @@ from ...actors.protocol.media_ids import audio_hash
 from .pixels import Undecodable, UnknownFormat
 from .sources import Audio
 from .video import Deadline
-from .worker_process import run_worker
+from .worker_process import WorkerAhead, run_worker
 
 RATES = (4_000, 384_000)
 """The fewest and the most samples a second of files that are decoded; miniaudio has this limit."""
@@ -103,8 +103,11 @@ def decoded_rate(rate: int) -> int:
     return min(rate - rate % _USUAL_RATES, RATE_MAX)
 
 
-def decode_audio(data: bytes, rate: int, limits: AudioLimits) -> Audio:
+def decode_audio(data: bytes, rate: int, limits: AudioLimits, ahead: WorkerAhead | None = None) -> Audio:
     """Returns the audio in a file, at `rate` samples a second; several channels are mixed into one.
+
+    Args:
+        ahead: what has the process for a file, if one waits.
 
     Raises:
         Undecodable: it is not audio, is damaged, empty or too long, or takes too long.
@@ -113,7 +116,7 @@ def decode_audio(data: bytes, rate: int, limits: AudioLimits) -> Audio:
     if form not in FORMATS:
         what = f"is {_OTHERS[form]}, which is not decoded here" if form else "is no audio that can be read"
         raise UnknownFormat(f"{what}; known are {KNOWN}")
-    own_rate, channel = run_worker(_worker(limits), data, limits.timeout_s)
+    own_rate, channel = run_worker(_worker(limits), data, limits.timeout_s, ahead=ahead)
     samples = np.frombuffer(channel, "<f4")
     if not samples.size:
         raise Undecodable("has no samples")

@@ -10,6 +10,7 @@ import json
 import struct
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -18,7 +19,7 @@ import numpy as np
 from .audio import RATES, AudioLimits, decoded_rate, format_of, longest
 from .pixels import Undecodable
 from .video import Deadline
-from .worker_process import leave_network, limit_memory
+from .worker_process import awaited_file, leave_network, limit_memory
 
 _CHANNELS_MAX = 8
 _BYTES_MAX = 128 * 2**20
@@ -108,8 +109,12 @@ def _too_long(limits: AudioLimits) -> Undecodable:
 def main() -> None:
     leave_network()
     limits = AudioLimits(**json.loads(sys.argv[1]))
+    with suppress(ImportError):
+        # While it waits.
+        import miniaudio  # noqa: F401
+    data = awaited_file()
     try:
-        rate, samples = read_audio(sys.stdin.buffer.read(), limits)
+        rate, samples = read_audio(data, limits)
     except Undecodable as refusal:
         answer: Any = str(refusal)
     except ImportError:

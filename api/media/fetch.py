@@ -28,6 +28,7 @@ from .pixels import Shown, Undecodable, decode, measure
 from .sources import Audio, AudioSource, MediaSource, Picture, PictureSource, VideoSource, check_urls
 from .video import FRAME_PIXELS_MIN, FRAMES_A_SECOND, FrameSampling, decode_video, evenly
 from .web import Fetcher, Unfetchable
+from .worker_process import WorkerAhead
 
 T = TypeVar("T")
 Loaded = Picture | Audio
@@ -156,6 +157,7 @@ class PictureLoader:
         }
         self._pictures = Workshop(min(_READS_MAX, os.cpu_count() or 1), limits.pixels_max, "picture")
         self._videos = Workshop(_VIDEOS_MAX, _VIDEOS_MAX * limits.pixels_max, "video")
+        self._video_ahead, self._audio_ahead = WorkerAhead(), WorkerAhead()
         self._shelf = PictureShelf(limits.held_bytes_max)
         self._layout_turn = asyncio.Lock()
 
@@ -242,7 +244,7 @@ class PictureLoader:
         if (wanted := most.bytes_at(rate)) > self._limits.held_bytes_max:
             raise Undecodable(f"may need {wanted} bytes of memory, more than media.held_bytes_max")
         async with self._shelf.room(wanted):
-            audio = await self._videos.run(most.samples, decode_audio, data, rate, limits)
+            audio = await self._videos.run(most.samples, decode_audio, data, rate, limits, self._audio_ahead)
             self._shelf.hold([audio])
         return audio
 
@@ -307,7 +309,7 @@ class PictureLoader:
 
         async def decoded(data: bytes) -> Sequence[Loaded]:
             async with self._shelf.room(3 * limits.pixels_max // 2):
-                frames = await self._videos.run(limits.pixels_max, decode_video, data, sampling)
+                frames = await self._videos.run(limits.pixels_max, decode_video, data, sampling, self._video_ahead)
                 self._shelf.hold(frames)
             return frames
 
@@ -359,6 +361,8 @@ class PictureLoader:
     async def close(self) -> None:
         self._pictures.close()
         self._videos.close()
+        for ahead in (self._video_ahead, self._audio_ahead):
+            await asyncio.to_thread(ahead.close)
         await self._fetcher.close()
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 from ...actors.protocol.media_ids import picture_hash
 from .pixels import Shown, Undecodable, UnknownFormat, as_picture, check_size, opened, rgb
 from .sources import Picture
-from .worker_process import run_worker
+from .worker_process import WorkerAhead, run_worker
 
 T = TypeVar("T")
 
@@ -99,14 +99,17 @@ def evenly(items: Sequence[T], most: int) -> list[T]:
     return [items[index * (len(items) - 1) // (most - 1)] for index in range(most)]
 
 
-def decode_video(data: bytes, sampling: FrameSampling) -> list[Picture]:
+def decode_video(data: bytes, sampling: FrameSampling, ahead: WorkerAhead | None = None) -> list[Picture]:
     """Returns frames of a video, in order, each with its time.
+
+    Args:
+        ahead: what has the process for a file, if one waits.
 
     Raises:
         Undecodable: it is not a video, is damaged or too large, or takes longer than `timeout_s`.
     """
     try:
-        return _film(data, sampling) if container(data) else _animation(data, sampling)
+        return _film(data, sampling, ahead) if container(data) else _animation(data, sampling)
     except UnknownFormat:
         raise UnknownFormat(f"is no video that can be read; known are {_KNOWN}") from None
 
@@ -172,9 +175,10 @@ def _worker(sampling: FrameSampling) -> list[str]:
     return ["-m", "satchel.api.media.video_worker", json.dumps(asdict(sampling))]
 
 
-def _film(data: bytes, sampling: FrameSampling) -> list[Picture]:
+def _film(data: bytes, sampling: FrameSampling, ahead: WorkerAhead | None) -> list[Picture]:
     variables = {"OPENCV_LOG_LEVEL": "SILENT", "OPENCV_FFMPEG_CAPTURE_OPTIONS": _ONLY.format(container(data))}
-    return [_frame(*frame) for frame in run_worker(_worker(sampling), data, sampling.timeout_s, variables)]
+    frames = run_worker(_worker(sampling), data, sampling.timeout_s, variables, ahead)
+    return [_frame(*frame) for frame in frames]
 
 
 def _frame(width: int, height: int, pixels: bytes, seconds: float) -> Picture:

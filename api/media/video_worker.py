@@ -13,6 +13,7 @@ import json
 import math
 import struct
 import sys
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -21,7 +22,7 @@ from PIL import Image
 from .pixels import Undecodable, as_picture, check_size
 from .sources import Picture
 from .video import Deadline, FrameSampler, FrameSampling
-from .worker_process import leave_network, limit_memory
+from .worker_process import awaited_file, leave_network, limit_memory
 
 _BYTES_MAX = 256 * 2**20
 _BYTES_A_PIXEL = 40
@@ -132,8 +133,12 @@ def _picture(retrieved: tuple[bool, Any], sampling: FrameSampling, seconds: floa
 def main() -> None:
     leave_network()
     sampling = FrameSampling(**json.loads(sys.argv[1]))
+    with suppress(ImportError):
+        # While it waits.
+        import cv2  # noqa: F401
+    data = awaited_file()
     try:
-        frames = read_film(sys.stdin.buffer.read(), sampling)
+        frames = read_film(data, sampling)
     except Undecodable as refusal:
         answer: Any = str(refusal)
     except ImportError:

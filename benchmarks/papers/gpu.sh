@@ -19,6 +19,9 @@ case $python in /*) ;; *) python=$PWD/$python ;; esac
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/bin:$PATH"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+# As users have it: without what else that Python has. Transformers imports torch where it is, which takes seconds.
+base=$python
+"$base" -m venv --without-pip "$scratch/python" && python=$scratch/python/bin/python
 # Compiled modules, so that each is compiled once and the sources stay as they are.
 export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$scratch/modules}
 kept=${KEPT:-$scratch/kept}
@@ -29,7 +32,7 @@ timeout 20 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,
 servers="satchel,mlx_lm.server,mlx_vlm.server" media="satchel,mlx_vlm.server"
 vllm=()
 if [ -n "${VLLM_MLX_WHEELS:-}" ]; then
-	if [ -d "$kept/vllm-mlx" ] || timeout 30 "$python" -m pip install -q --no-index --no-deps --no-compile \
+	if [ -d "$kept/vllm-mlx" ] || timeout 30 "$base" -m pip install -q --no-index --no-deps --no-compile \
 		--no-cache-dir --target "$kept/vllm-mlx" "$VLLM_MLX_WHEELS"/*.whl; then
 		servers="$servers,vllm-mlx" media="$media,vllm-mlx (one at a time)"
 		vllm=(--vllm-mlx-site "$kept/vllm-mlx")

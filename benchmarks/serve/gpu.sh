@@ -29,6 +29,9 @@ targets="satchel,satchel (weights stored),satchel engine,BatchGenerator,mlx_lm.s
 vllm=()
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+# As users have it: without what else that Python has. Transformers imports torch where it is, which takes seconds.
+base=$python
+"$base" -m venv --without-pip "$scratch/python" && python=$scratch/python/bin/python
 # Compiled modules, so that each is compiled once and the sources stay as they are.
 export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$scratch/modules}
 
@@ -38,7 +41,7 @@ timeout 60 "$python" -c 'import mlx.core as mx; x = mx.ones((64, 64)); mx.eval(x
 
 # 30 s: vllm-mlx.
 if [ -n "${VLLM_MLX_WHEELS:-}" ]; then
-	if timeout 30 "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
+	if timeout 30 "$base" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
 		--target "$scratch/vllm-mlx" "$VLLM_MLX_WHEELS"/*.whl; then
 		targets="$targets,vllm-mlx"
 		vllm=(--vllm-mlx-site "$scratch/vllm-mlx")

@@ -225,6 +225,21 @@ def test_mlx_lm_leaves_the_limit_of_open_files():
         assert said == [kept, "300"], "or the patch is not needed any more"
 
 
+def test_transformers_leaves_torch_alone(tmp_path: Path):
+    """There is one, and mlx-lm's import of transformers would import it."""
+    (tmp_path / "torch.py").write_text("print('imported')")
+    metadata = tmp_path / "torch-2.9.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\n")
+    program = "import sys; sys.path.insert(0, {place!r})\n"
+    program += "from satchel.actors.patches import without_torch; {first}\n"
+    program += "import transformers.modeling_rope_utils, importlib.util; print(importlib.util.find_spec('torch').name)"
+    for first, said in (("without_torch()", "torch\n"), ("pass", "imported\n")):
+        command = [sys.executable, "-c", program.format(place=str(tmp_path), first=first)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert run.stdout.startswith(said), run.stderr
+
+
 def test_a_group_of_ours_computes_its_sums_itself():
     """MLX's layers call it by that name, and other groups are MLX's own."""
 

@@ -24,6 +24,7 @@ from ....cluster.config.stages import Stage
 from ....cluster.config.timing import Timing
 from ....cluster.errors import ModelLoadError, SatchelError, Unavailable
 from ....cluster.telemetry.process import begin_telemetry
+from ...patches import without_torch
 from ...protocol.group_clients import StageClient
 from ...protocol.group_messages import FoundPart, ReadPart, StageAddress, StageState
 from ...rpc.shell import SWITCH_S, answers
@@ -114,6 +115,7 @@ class StageActor:
     def _run(self) -> None:
         begin_telemetry(self._name, self._logs, self._traces)
         try:
+            without_torch()
             # Imported here, so that the event loop answers meanwhile.
             from .stage_work import StageTask, StageWork
 
