@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from ..parts import Budget
@@ -105,7 +106,9 @@ def _measured(
                 seen.new_ms[size], seen.again_ms[size] = (_whole_ms(server, about, tokens) for _ in range(2))
         except ERRORS as error:
             seen.new_ms.pop(size, None)
-            missing(f"{server.name}, {size}: {type(error).__name__}: {error}")
+            # Some errors quote the whole video.
+            said = shorten(f"{type(error).__name__}: {error}", 160)
+            missing(f"{server.name}, {size}: {said}")
             continue
         assert server.server is not None
         seen.memory_mb[size] = server.server.memory().rss_bytes / 1e6
