@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,25 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _leave_variants(items)
     items.sort(key=_place)
+
+
+def _leave_variants(items: list[pytest.Item]) -> None:
+    """Of a test with the mark `variants(n)`, n stay in `make test`, always the same ones; the others are slow."""
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("variants") and not item.get_closest_marker("slow"):
+            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for variants in found.values():
+        mark = variants[0].get_closest_marker("variants")
+        assert mark is not None
+        # Neighbours are alike.
+        variants.sort(key=lambda item: sha256(item.nodeid.encode()).digest())
+        for item in variants[mark.args[0] :]:
+            item.add_marker("slow")
 
 
 def _place(item: pytest.Item) -> int:

@@ -14,6 +14,7 @@ from .router_world import STEP_S, World
 SEEDS = 6
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize("part", range(4))
 def test_whatever_fails_the_router_counts_right_and_forgets(part: int):
     """Nodes, replicas, stores, consumers, links and the router itself fail; reports are lost, late, doubled and out of

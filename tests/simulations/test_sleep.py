@@ -91,6 +91,7 @@ class Night(Cluster):
         assert world.awake_s(world.head) < begun + REQUEST_S, "a request ends"
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("stops", [True, False], ids=["the clock stops", "the clock goes on"])
 @pytest.mark.parametrize(
     "who", [pytest.param("node", marks=pytest.mark.slow), pytest.param("head", marks=pytest.mark.slow), "all"]

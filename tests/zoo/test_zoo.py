@@ -35,6 +35,7 @@ def fit(types: dict[str, dict[str, Any]]) -> list[str]:
     return sorted(name for name, notes in quick.items() if not any(SIGNAL in note for note in notes))
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize(("kind", "name"), of_today())
 def test_a_type_is_served_as_well_as_it_was_found(kind: str, name: str, tmp_path: Path):
     outcome = check(kind, name, tmp_path, brief=True)

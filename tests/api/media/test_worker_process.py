@@ -11,6 +11,8 @@ import pytest
 from satchel.api.media.pixels import Undecodable
 from satchel.api.media.worker_process import WorkerAhead, run_worker
 
+Workers = Callable[[], list[psutil.Process]]
+
 ECHO = """
 import os, sys, msgpack
 from satchel.api.media.worker_process import awaited_file
@@ -32,8 +34,11 @@ def ahead() -> Iterator[WorkerAhead]:
     started.close()
 
 
-def workers() -> list[psutil.Process]:
-    return psutil.Process().children()
+@pytest.fixture
+def workers() -> Workers:
+    """Returns the processes that a test has started. Others of this process may end meanwhile."""
+    others = psutil.Process().children()
+    return lambda: [each for each in psutil.Process().children() if each not in others]
 
 
 def decode(ahead: WorkerAhead, data: bytes, wait_s: float = 60.0, **variables: str) -> int:
@@ -50,7 +55,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_the_next_file_goes_to_the_process_that_waits(ahead: WorkerAhead) -> None:
+def test_the_next_file_goes_to_the_process_that_waits(ahead: WorkerAhead, workers: Workers) -> None:
     decode(ahead, b"a")
     for data in (b"b", bytes(2**20)):
         (waiting,) = workers()
@@ -59,21 +64,21 @@ def test_the_next_file_goes_to_the_process_that_waits(ahead: WorkerAhead) -> Non
     assert not workers()
 
 
-def test_after_a_refusal_the_next_process_waits_too(ahead: WorkerAhead) -> None:
+def test_after_a_refusal_the_next_process_waits_too(ahead: WorkerAhead, workers: Workers) -> None:
     for _ in range(2):
         with pytest.raises(Undecodable, match="is refused"):
             run_worker(["-c", REFUSES], b"a", 30.0, ahead=ahead)
         assert len(workers()) == 1
 
 
-def test_a_process_for_other_files_is_ended(ahead: WorkerAhead) -> None:
+def test_a_process_for_other_files_is_ended(ahead: WorkerAhead, workers: Workers) -> None:
     decode(ahead, b"a")
     (waiting,) = workers()
     assert decode(ahead, b"b", KIND="other") != waiting.pid
     assert waiting not in workers() and len(workers()) == 1
 
 
-def test_a_process_that_has_ended_meanwhile_is_replaced(ahead: WorkerAhead) -> None:
+def test_a_process_that_has_ended_meanwhile_is_replaced(ahead: WorkerAhead, workers: Workers) -> None:
     decode(ahead, b"a")
     (waiting,) = workers()
     waiting.kill()
@@ -82,7 +87,7 @@ def test_a_process_that_has_ended_meanwhile_is_replaced(ahead: WorkerAhead) -> N
 
 
 def test_a_process_that_ends_while_its_file_comes_is_replaced(
-    ahead: WorkerAhead, monkeypatch: pytest.MonkeyPatch
+    ahead: WorkerAhead, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing came for so long that it ended, just before its file."""
     decode(ahead, b"a", wait_s=0.01)
@@ -94,7 +99,7 @@ def test_a_process_that_ends_while_its_file_comes_is_replaced(
     assert decode(ahead, b"b") != waiting.pid
 
 
-def test_what_ends_after_it_was_closed_leaves_no_process(ahead: WorkerAhead) -> None:
+def test_what_ends_after_it_was_closed_leaves_no_process(ahead: WorkerAhead, workers: Workers) -> None:
     ahead.close()
     decode(ahead, b"a")
     assert not workers()

@@ -96,6 +96,7 @@ def alone(made: Made, forced: Callable[..., tuple[Bench, Logits]], loaded: Loade
     return noted
 
 
+@pytest.mark.variants(1)
 def test_rows_of_several_adapters_and_of_none_equal_each_alone(
     made: Made, forced: Callable[..., tuple[Bench, Logits]]
 ) -> None:

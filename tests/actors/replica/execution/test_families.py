@@ -236,6 +236,7 @@ def compare_together(bench: Bench, family: Family, noted: Logits) -> None:
         noted.clear()
 
 
+@pytest.mark.variants(4)
 @few_families
 @pytest.mark.parametrize("few_queries", [256, 40])
 def test_prompts_on_cuda_equal_the_bare_model(
@@ -259,6 +260,7 @@ def test_prompts_on_cuda_equal_the_bare_model(
     assert taken
 
 
+@pytest.mark.variants(3)
 @few_families
 def test_prompts_that_a_kernel_attends_for_equal_the_bare_model(
     family: Family, forced: Callable[..., tuple[Bench, Logits]], monkeypatch: pytest.MonkeyPatch

@@ -174,6 +174,7 @@ def whole(folder: Path, kv: str = "q4", numerics: str = "reproducible") -> Loade
     )
 
 
+@pytest.mark.variants(3)
 @pytest.mark.parametrize("kv", ["q4", "fp16"])
 @pytest.mark.parametrize("length", [40, 300, 700])
 def test_new_processes_compute_only_what_is_new(folder: Path, nodes: list[Node], length: int, kv: str):

@@ -222,6 +222,7 @@ def test_far_tokens_are_rotated_as_metal_rotates_a_prompt(position: int):
     assert np.array_equal(np.array(tails[1])[0, 0, position % BLOCK_TOKENS], np.array(value)[0, 0, 0])
 
 
+@pytest.mark.variants(8)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "shape",
@@ -270,6 +271,7 @@ def test_a_fault_in_what_drafts_read_is_noticed(name: str):
         assert is_wrong(WATCHED._replace(transform=2), DRAFTED)
 
 
+@pytest.mark.variants(5)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -303,6 +305,7 @@ def test_blocks_are_written_from_their_records_and_copied_into_others(policy: st
         assert [field.start + start for field in layout.fields] == [field.start for field in told[place].fields]
 
 
+@pytest.mark.variants(7)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("policy", [policy.name for policy in POLICIES.values() if policy.quantizes])

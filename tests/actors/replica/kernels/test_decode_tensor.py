@@ -60,6 +60,7 @@ def error_of(
     return kernel_check.error(dims, grouped, "q4", window, dtype, done, LENGTHS, new)
 
 
+@pytest.mark.variants(6)
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     ("grouped", "dims", "dtype", "window"),

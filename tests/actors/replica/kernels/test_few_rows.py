@@ -61,6 +61,7 @@ def drawn(shape: tuple[int, ...], dtype: mx.Dtype = mx.bfloat16) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(3)).astype(dtype)
 
 
+@pytest.mark.variants(10)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize(
     ("rows", "inputs", "widths", "group_size", "shape"),
@@ -110,6 +111,7 @@ def test_it_adds_to_a_product_as_a_sum_after_it_does(dtype: mx.Dtype, rows: int,
     assert added.dtype == dtype and mx.array_equal(added, product + add)
 
 
+@pytest.mark.variants(4)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize(
     ("rows", "inputs", "width", "shape"),

@@ -29,6 +29,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     prefill_kernel._plan.cache_clear()
 
 
+@pytest.mark.variants(13)
 @pytest.mark.parametrize(
     ("lengths", "new", "window", "exact", "heads", "dims"),
     [
@@ -44,6 +45,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ([500], [130], 0, False, (4, 1), (128, 128)),
         ([500], [13], 0, False, (2, 1), (96, 48)),
         ([300], [60], 0, False, (2, 1), (256, 256)),
+        ([520, 10], [300, 30], 200, False, (2, 1), (256, 256)),
         ([4000], [5], 0, False, (2, 1), (32, 16)),
     ],
 )

@@ -56,6 +56,7 @@ def check(array: mx.array, back: mx.array, policy: SealPolicy, scale: mx.Dtype, 
     assert (np.abs(got - wanted) <= room).all(), (np.abs(got - wanted) / step).max()
 
 
+@pytest.mark.variants(7)
 @KERNELS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("policy", QUANTIZING, ids=lambda policy: policy.name)
@@ -70,6 +71,7 @@ def test_a_channel_keeps_its_steps_wherever_it_lies(policy: SealPolicy, dtype: m
         check(values, back[1], policy, sealing.scale_dtype(dtype), keys=False)
 
 
+@pytest.mark.variants(10)
 @KERNELS
 @pytest.mark.parametrize("policy", QUANTIZING, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (192, 128), (256, 256)])
@@ -167,6 +169,7 @@ def _each_two() -> list[Any]:
     return params
 
 
+@pytest.mark.variants(7)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("dims", "policy", "dtype"), _each_two())
 def test_the_kernel_seals_as_plain_operations_do(dims: tuple[int, int], policy: SealPolicy, dtype: mx.Dtype):

@@ -168,6 +168,7 @@ def _policies_with(cases: Sequence[tuple[Any, ...]], every_time: int, others: in
 HEAD_SIZES = [(64, 64), (40, 40), (192, 128), (80, 80), (96, 96), (128, 128), (256, 256)]
 
 
+@pytest.mark.variants(7)
 @pytest.mark.parametrize(("policy", "key_dim", "value_dim"), _policies_with(HEAD_SIZES, len(HEAD_SIZES), 3))
 def test_every_head_size_attends_as_the_law_says(policy: SealPolicy, key_dim: int, value_dim: int):
     sequence = make_sequence(1, 700, key_dim, value_dim)
@@ -179,6 +180,7 @@ def test_every_head_size_attends_as_the_law_says(policy: SealPolicy, key_dim: in
 LAWS = [POLICIES["q4"], POLICIES["fp16"]]
 
 
+@pytest.mark.variants(3)
 @pytest.mark.parametrize("policy", LAWS, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("window", [0, 256, 300, *(pytest.param(each, marks=pytest.mark.slow) for each in (100, 600))])
 def test_chunks_do_not_matter(window: int, policy: SealPolicy):
@@ -209,6 +211,7 @@ def test_chunks_do_not_matter(window: int, policy: SealPolicy):
         assert sealed_bytes(other) == sealed_bytes(cache), name
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize("policy", LAWS, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -271,6 +274,7 @@ DIMS_AND_WINDOWS = [
 """The first ones have each window once, and each dim."""
 
 
+@pytest.mark.variants(4)
 @pytest.mark.parametrize(("policy", "dim", "window"), _policies_with(DIMS_AND_WINDOWS, len(WINDOWS), 2))
 def test_a_decode_step_reads_each_sequences_own_blocks_where_they_lie(policy: SealPolicy, dim: int, window: int):
     """Sequences without a block, with a full open one, with many; as the law says, and within rounding as the sequence

@@ -66,6 +66,7 @@ def clean(loaded: LoadedModel) -> Bench:
     return bench
 
 
+@pytest.mark.variants(9)
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     "place, call",

@@ -191,6 +191,7 @@ def test_more_than_memory_keeps_is_restored_all_the_same(loaded: LoadedModel, no
     assert other.engine.prefixes.nbytes <= room
 
 
+@pytest.mark.variants(8)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "nemotron_h", "deepseek_v2"])
 @pytest.mark.parametrize("kv", ["q4", "fp16"])
 def test_every_kind_of_layer_comes_back(tmp_path: Path, node: Node, family: str, kv: str):

@@ -194,6 +194,7 @@ def opened(spec: ModelCacheSpec, files: Files, *, kernels: bool = False) -> list
     return filled(spec, blocks, pool=pool)
 
 
+@pytest.mark.variants(9)
 @pytest.mark.parametrize("policy", ["q4", "k8v4", "fp16", "unsealed"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("count", [1, 18])

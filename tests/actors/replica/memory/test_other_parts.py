@@ -214,6 +214,7 @@ POLICIES_AND_DIVISIONS = [
 ]
 
 
+@pytest.mark.variants(7)
 @pytest.mark.parametrize(("policy", "had", "wanted"), POLICIES_AND_DIVISIONS)
 def test_what_is_made_is_what_the_part_would_have_written(
     nodes: list[Node], policy: str | None, had: list[ModelPart], wanted: list[ModelPart]

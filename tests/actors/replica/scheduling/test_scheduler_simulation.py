@@ -25,6 +25,7 @@ BLOCK = 256
 PATIENCE = 20
 
 
+@pytest.mark.variants(20)
 @dataclass
 class Request:
     prompt: int

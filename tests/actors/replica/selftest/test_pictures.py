@@ -93,6 +93,7 @@ def test_a_right_model_sees(loaded: LoadedModel):
     assert not pictures.fault_of_videos(loaded)
 
 
+@pytest.mark.variants(4)
 @pytest.mark.parametrize(
     ("fault", "why"),
     [

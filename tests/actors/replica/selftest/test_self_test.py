@@ -172,6 +172,7 @@ def test_a_failure_only_with_kv_as_computed_is_named(loaded: LoadedModel):
     assert "(no such blocks)" in tried(with_fault(loaded, plain)).notes[0]
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize("family", PECULIAR)
 def test_families_of_other_masks_and_caches_are_served_as_asked(family: str, tmp_path: Path):
     model = models.load(str(write_model(tmp_path, family)), context_tokens_max=None, progress=lambda *_: None)

@@ -290,6 +290,7 @@ def compare(noted: Logits, expected: Logits, sequences: Sequence[int], what: str
     noted.clear()
 
 
+@pytest.mark.variants(4)
 def test_positions_are_those_that_the_model_counts_for_the_whole_prompt(scene: Scene) -> None:
     """Also of tokens behind the last picture, which are not counted with it."""
     vision = scene.loaded.vision
@@ -330,6 +331,7 @@ def test_pictures_encoded_together_are_what_they_are_alone(scene: Scene) -> None
             assert left.shape == right.shape and np.allclose(np.array(left), np.array(right), atol=TOLERANCE)
 
 
+@pytest.mark.variants(5)
 def test_pictures_alone_batched_cached_and_in_chunks(scene: Scene, forced: Make) -> None:
     for sequence in scene.sequences:
         bench, noted = forced()
@@ -380,6 +382,7 @@ def fetch(scene: Scene, source: Node, target: Node) -> None:
         giver.close()
 
 
+@pytest.mark.variants(4)
 def test_pictures_of_others_restored_and_moved(scene: Scene, forced: Make, tmp_path: Path) -> None:
     """A picture is encoded once, whatever is asked about it, by whom, in which process and on which node; and where a
     prompt has its KV there, nothing of its pictures is needed."""

@@ -91,6 +91,7 @@ def test_sequences_say_the_same_if_steps_with_drafts_come_between_recorded_ones(
     assert bench.engine.executor.drafts.right > 40
 
 
+@pytest.mark.variants(2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("family", "kv"),

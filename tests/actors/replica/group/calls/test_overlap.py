@@ -213,6 +213,7 @@ def launching() -> Iterator[None]:
         yield
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("through_rings", [False, True])
 @pytest.mark.parametrize("stops", [[2, LAYERS], pytest.param([1, 3, LAYERS], marks=pytest.mark.slow)])
 def test_what_is_handed_on_before_it_is_computed_answers_as_one_process(

@@ -68,6 +68,7 @@ def serve(loaded: LoadedModel) -> None:
     into_pool(loaded.pool, record.records)
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("family", "other", "kv", "dtype", "kinds"),
     [
