@@ -16,6 +16,7 @@ import httpx
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from ..actors.patches import without_torch
 from ..actors.planner.actor import start_planner
 from ..actors.pool.actor import start_pool
 from ..actors.protocol import registry
@@ -114,6 +115,7 @@ class HttpEndpoint:
         # Ray gives a process without reserved CPUs five threads, too few for tokenizing and everything else.
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(THREADS, "work"))
+        without_torch()
         # This import takes seconds; meanwhile replicas load their models. In another thread, imports have deadlocked.
         import_libraries()
         self._watchdog = Watchdog("endpoint", poll_s=config.timing.heartbeat_s)

@@ -33,7 +33,6 @@ _SANDBOX_EXEC = "/usr/bin/sandbox-exec"
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 
-
 _Command = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
 """What Python is given, and further environment variables."""
 
@@ -54,7 +53,7 @@ class WorkerAhead:
         known, process = waiting
         if known == command and process.poll() is None:
             return process
-        process.communicate()
+        _end(process)
         return None
 
     def start(self, command: _Command) -> None:
@@ -69,7 +68,7 @@ class WorkerAhead:
             self._closed = True
             waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            waiting[1].communicate()
+            _end(waiting[1])
 
 
 def run_worker(
@@ -131,9 +130,13 @@ def _answer(process: subprocess.Popen[bytes], data: bytes, timeout_s: float) -> 
     try:
         return process.communicate(data, timeout_s)[0]
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
+        _end(process)
         raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
 
 
 def _sandbox() -> list[str]:
@@ -146,9 +149,8 @@ def _sandbox() -> list[str]:
 
 def awaited_file(wait_s: float = WAIT_S) -> bytes:
     """In a worker: returns the file that it is to decode. If none comes, the process ends."""
-    if not select.select([sys.stdin.buffer], [], [], wait_s)[0]:
-        raise SystemExit(0)
-    return sys.stdin.buffer.read() or sys.exit(0)
+    ready, _, _ = select.select([sys.stdin.buffer], [], [], wait_s)
+    return (sys.stdin.buffer.read() if ready else b"") or sys.exit()
 
 
 def leave_network() -> None:

@@ -18,7 +18,6 @@ from ...actors.model_files.media.processors import PictureProcessor, in_words, s
 from ...actors.model_files.source import first_sentence
 from ...actors.model_files.text.end_tokens import read_end_tokens
 from ...actors.model_files.text.nulls import without_nulls
-from ...actors.patches import without_torch
 from ...actors.protocol.media_ids import is_media_token
 from ...actors.protocol.replica_messages import ThinkingBudget
 from ...cluster.errors import ModelLoadError
@@ -124,7 +123,6 @@ class TextModel:
 
 def import_libraries() -> None:
     """Imports what `load_text_model` uses, ahead of time."""
-    without_torch()
     from mlx_lm import tokenizer_utils  # noqa: F401
 
 
